@@ -1,0 +1,121 @@
+"""The plain-torch meaning of every kernel: same names, same signatures.
+
+On a CPU these run; on a GPU they are what the Triton kernels are compared with. A KV cache is seen as
+two strided views `[num_blocks, num_kv_heads, block_size, head_dim]` with the last axis contiguous.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def store_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
+    """Write token t's key and value at cache slot `slot_mapping[t]`, in place.
+
+    Args:
+        k, v: `[T, H_kv, D]`, last axis contiguous.
+        k_cache, v_cache: `[num_blocks, H_kv, block_size, D]`, any strides, last axis contiguous.
+        slot_mapping: `[T]` int64, `block * block_size + offset`; -1 skips a padding token.
+    """
+    kept = slot_mapping >= 0
+    slots = slot_mapping[kept]
+    block_size = k_cache.shape[2]
+    blocks, offsets = slots // block_size, slots % block_size
+    k_cache[blocks, :, offsets] = k[kept].to(k_cache.dtype)
+    v_cache[blocks, :, offsets] = v[kept].to(v_cache.dtype)
+
+
+def paged_prefill_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_tables: Tensor,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    scale: float,
+    sliding_window: int = 0,
+    max_query_len: int = 0,
+) -> Tensor:
+    """Causal attention of the last `query_len` tokens of each sequence over its paged KV.
+
+    Args:
+        q: `[T, H, D]`, the queries of all sequences, one after another.
+        k_cache, v_cache: `[num_blocks, H_kv, block_size, D]`; H is a multiple of H_kv.
+        block_tables: `[S, max_blocks]` int32; entries past a sequence's blocks are never read.
+        query_start_loc: `[S + 1]` int32, where each sequence's queries start in `q`.
+        seq_lens: `[S]` int32, tokens of each sequence, its queries included; query i of n stands at
+            position `seq_len - n + i`.
+        scale: multiplies the scores.
+        sliding_window: a query sees only the last `sliding_window` positions, its own included;
+            0 for all.
+        max_query_len: an upper bound of query lengths, 0 if unknown (a launch hint).
+
+    Returns:
+        `[T, H, D]` in q's dtype. Softmax and sums in float32.
+    """
+    raise NotImplementedError
+
+
+def paged_decode_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_tables: Tensor,
+    seq_lens: Tensor,
+    scale: float,
+    sliding_window: int = 0,
+    max_seq_len: int = 0,
+) -> Tensor:
+    """Attention of one query per sequence, at its last position, over its paged KV.
+
+    Args:
+        q: `[S, H, D]`.
+        k_cache, v_cache, block_tables, seq_lens, scale, sliding_window: as in
+            `paged_prefill_attention`. A sequence of length 0 gives zeros.
+        max_seq_len: an upper bound of sequence lengths, 0 if unknown (a launch hint).
+
+    Returns:
+        `[S, H, D]` in q's dtype.
+    """
+    raise NotImplementedError
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """`x / sqrt(mean(x²) + eps) * weight` over the last axis; x `[..., N]`, computed in float32."""
+    xf = x.float()
+    xf = xf * torch.rsqrt(xf.square().mean(-1, keepdim=True) + eps)
+    return weight * xf.to(x.dtype)
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """`(rms_norm(x + residual), x + residual)`; both `[T, N]`."""
+    total = x + residual
+    return rms_norm(total, weight, eps), total
+
+
+def rope(q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor) -> tuple[Tensor, Tensor]:
+    """Rotate queries and keys (the half-split, NeoX form).
+
+    Args:
+        q, k: `[T, H, D]` and `[T, H_kv, D]`.
+        positions: `[T]` int64.
+        cos_sin: `[max_position, D]` float32: D/2 cosines, then D/2 sines.
+
+    Returns:
+        The rotated pair, in the inputs' dtypes.
+    """
+    cos, sin = cos_sin[positions].chunk(2, dim=-1)
+    cos, sin = cos[:, None], sin[:, None]
+
+    def rotate(x: Tensor) -> Tensor:
+        x1, x2 = x.float().chunk(2, dim=-1)
+        return torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), dim=-1).to(x.dtype)
+
+    return rotate(q), rotate(k)
+
+
+def silu_mul(x: Tensor) -> Tensor:
+    """`silu(gate) * up` for x = `[T, 2N]` = (gate, up); returns `[T, N]`, computed in float32."""
+    gate, up = x.chunk(2, dim=-1)
+    return (torch.nn.functional.silu(gate.float()) * up.float()).to(x.dtype)

@@ -1,0 +1,194 @@
+"""Typed configuration: one frozen dataclass per concern, each default written once.
+
+Values come from flags, the environment and a YAML file, in that order of precedence (`load`).
+Derived values are properties. No torch here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from diptych.errors import ConfigError
+
+GIB = 1 << 30
+MIB = 1 << 20
+
+
+def _flag(default: Any, text: str) -> Any:
+    """A field whose help text is written beside its default."""
+    return field(default=default, metadata={"help": text})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KVTransferConfig:
+    """Which connector moves KV, and this engine's part in it."""
+
+    kv_connector: str | None = _flag(None, "SharedStorageConnector or StoreConnector")
+    kv_role: str = _flag("kv_both", "kv_producer, kv_consumer or kv_both")
+    engine_id: str | None = _flag(None, "name of this engine; drawn if absent")
+    kv_connector_extra_config: dict[str, Any] = field(
+        default_factory=dict, metadata={"help": "settings of the connector, a JSON object"}
+    )
+
+    def __post_init__(self) -> None:
+        if self.kv_role not in ("kv_producer", "kv_consumer", "kv_both"):
+            raise ConfigError(
+                f"kv_role must be kv_producer, kv_consumer or kv_both, not {self.kv_role!r}"
+            )
+
+    @property
+    def is_producer(self) -> bool:
+        return self.kv_role in ("kv_producer", "kv_both")
+
+    @property
+    def is_consumer(self) -> bool:
+        return self.kv_role in ("kv_consumer", "kv_both")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """One engine."""
+
+    model: str = _flag("smollm2", "smollm2, a directory, a hub id, or a .gguf file")
+    revision: str | None = _flag(None, "revision of a hub id")
+    served_model_name: str | None = _flag(None, "name in the API; the model's name if absent")
+    dtype: str = _flag(
+        "auto", "auto (the model's on GPUs, float32 on CPUs), float32, bfloat16, float16"
+    )
+    device: str = _flag("auto", "auto, cpu or cuda")
+    load_format: str = _flag("auto", "auto or dummy (random weights)")
+    seed: int = _flag(0, "seed of random weights and of requests that bring none, offline")
+    max_model_len: int | None = _flag(None, "longest prompt plus output; the model's if absent")
+    block_size: int | None = _flag(None, "tokens per KV block; 64 on GPUs, 16 on CPUs if absent")
+    num_kv_blocks: int | None = _flag(None, "KV blocks; sized by the budget if absent")
+    gpu_memory_utilization: float = _flag(0.9, "share of GPU memory that the engine may use")
+    cpu_kv_cache_bytes: int = _flag(512 * MIB, "KV cache budget on a CPU")
+    max_num_batched_tokens: int | None = _flag(None, "tokens per step; 2048 on CPUs, 8192 on GPUs")
+    max_num_seqs: int | None = _flag(None, "requests per step; 64 on CPUs, 256 on GPUs")
+    long_prefill_token_threshold: int = _flag(
+        0, "most prompt tokens of one request per step; 0: no limit"
+    )
+    scheduling_policy: str = _flag("fcfs", "fcfs or priority (lower first)")
+    enable_prefix_caching: bool = _flag(True, "reuse KV of equal prefixes")
+    attention_backend: str = _flag("auto", "auto, torch or triton")
+    max_logprobs: int = _flag(20, "most logprobs a request may ask for")
+    max_num_queued_reqs: int = _flag(1024, "waiting requests beyond which new ones are refused")
+    num_threads: int | None = _flag(None, "CPU threads of torch; set by the launcher")
+    kv_transfer_config: KVTransferConfig | None = None
+
+    def __post_init__(self) -> None:
+        _one_of("dtype", self.dtype, ("auto", "float32", "bfloat16", "float16"))
+        _one_of("load_format", self.load_format, ("auto", "dummy"))
+        _one_of("scheduling_policy", self.scheduling_policy, ("fcfs", "priority"))
+        _one_of("attention_backend", self.attention_backend, ("auto", "torch", "triton"))
+        if self.device not in ("auto", "cpu", "cuda") and not self.device.startswith("cuda:"):
+            raise ConfigError(f"device must be auto, cpu, cuda or cuda:N, not {self.device!r}")
+        if self.block_size is not None and (self.block_size < 16 or self.block_size % 16):
+            raise ConfigError(f"block_size must be a multiple of 16, not {self.block_size}")
+        if not 0.0 < self.gpu_memory_utilization <= 1.0:
+            raise ConfigError("gpu_memory_utilization must be in (0, 1]")
+        for name in ("max_model_len", "num_kv_blocks", "max_num_batched_tokens", "max_num_seqs"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{name} must be positive, not {value}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RedisConfig:
+    """The directory and registry."""
+
+    redis: str | None = _flag(None, "redis:// URL (any server from 6.2)")
+    registry_prefix: str = _flag("diptych", "prefix of all keys")
+    heartbeat_s: float = _flag(1.0, "seconds between heartbeats")
+    liveness_s: float = _flag(5.0, "seconds after which a silent worker is gone")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerConfig:
+    """One prefill, decode or aggregated worker process."""
+
+    host: str = _flag("127.0.0.1", "address to listen on")
+    port: int = _flag(0, "gRPC port; 0 takes a free one")
+    admin_port: int = _flag(0, "port of /livez /readyz /metrics; 0 takes a free one")
+    advertise_address: str | None = _flag(
+        None, "host:port that others reach it at; host:port if absent"
+    )
+    worker_id: str | None = _flag(None, "name; drawn if absent")
+    drain_s: float = _flag(30.0, "seconds that SIGTERM waits for running requests")
+    stream_grace_s: float = _flag(5.0, "seconds after which requests of a gone router are aborted")
+    max_frames_queued: int = _flag(1024, "frames kept for one router before it is dropped")
+    ticket_keys: str | None = _flag(
+        None, "file with ticket signing keys; none: tickets are not verified"
+    )
+    kvstore: str | None = _flag(None, "host:port of the KV store; from the registry if absent")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KVStoreConfig:
+    """One store node."""
+
+    host: str = _flag("127.0.0.1", "address to listen on")
+    port: int = _flag(0, "gRPC port; 0 takes a free one")
+    stream_port: int = _flag(0, "port of the byte stream; 0 takes a free one")
+    admin_port: int = _flag(0, "port of /livez /readyz /metrics; 0 takes a free one")
+    advertise_address: str | None = _flag(None, "host:port that others reach it at")
+    pool_bytes: int = _flag(1 * GIB, "size of the DRAM pool")
+    eviction_high_watermark: float = _flag(0.90, "share of the pool at which eviction starts")
+    eviction_step: float = _flag(0.05, "share of the pool that one eviction frees")
+    put_ttl_s: float = _flag(30.0, "seconds after which an unfinished put is reclaimed")
+    lease_s: float = _flag(10.0, "least lease of a Get, before its share for the bytes")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouterConfig:
+    """The front door."""
+
+    host: str = _flag("127.0.0.1", "address to listen on")
+    port: int = _flag(8000, "port of the OpenAI HTTP API")
+    grpc_port: int = _flag(0, "port of the gRPC Inference API; 0 takes a free one")
+    admin_port: int = _flag(0, "port of /livez /readyz /metrics; 0 takes a free one")
+    workers: list[str] = field(
+        default_factory=list,
+        metadata={"help": "host:port of workers; from the registry if absent"},
+    )
+    handoff: str = _flag("store", "how KV moves: store")
+    max_body_bytes: int = _flag(4 * MIB, "largest HTTP body")
+    max_in_flight: int = _flag(2048, "requests beyond which new ones get 429")
+    request_timeout_s: float = _flag(600.0, "deadline of a request")
+    first_token_timeout_s: float = _flag(120.0, "seconds to token 1 before another worker is tried")
+    ticket_keys: str | None = _flag(None, "file with ticket signing keys; drawn if absent")
+    api_keys: str | None = _flag(
+        None, "file with API keys, one `name:key` a line; none: no keys needed"
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannerConfig:
+    """The autoscaler, first form."""
+
+    autoscale: bool = _flag(False, "whether the router sizes the pools")
+    scaler: str = _flag("local", "local (processes) or kubernetes (scale subresource)")
+    min_prefill: int = _flag(1, "fewest prefill workers")
+    max_prefill: int = _flag(1, "most prefill workers")
+    min_decode: int = _flag(1, "fewest decode workers")
+    max_decode: int = _flag(1, "most decode workers")
+    worker_budget: int = _flag(8, "most workers in both pools together")
+    interval_s: float = _flag(5.0, "seconds between decisions")
+    cooldown_s: float = _flag(30.0, "seconds after a change before the pool may shrink")
+    queue_high: float = _flag(4.0, "waiting requests per worker at which a pool grows")
+    queue_low: float = _flag(0.5, "waiting requests per worker under which a pool may shrink")
+    kv_high: float = _flag(0.85, "KV use at which the decode pool grows")
+    kv_low: float = _flag(0.40, "KV use under which the decode pool may shrink")
+    kubernetes_namespace: str | None = _flag(None, "namespace; the pod's own if absent")
+    prefill_target: str = _flag(
+        "apps/v1/Deployment/diptych-prefill", "group/version/kind/name to scale"
+    )
+    decode_target: str = _flag(
+        "apps/v1/Deployment/diptych-decode", "group/version/kind/name to scale"
+    )
+
+
+def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ConfigError(f"{name} must be one of {', '.join(allowed)}, not {value!r}")

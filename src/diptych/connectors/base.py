@@ -1,0 +1,165 @@
+"""The contract of a KV connector: how KV enters and leaves an engine.
+
+A connector has two halves. The *scheduler* half lives beside the scheduler and decides by tokens;
+the *worker* half lives beside the runner and moves bytes. Per step, the scheduler half builds a
+`KVConnectorMetadata` that reaches the worker half with the step; what the worker half finished
+comes back in `KVConnectorOutput`. The names are those of the field.
+
+Addressing is by token position everywhere; block ids are only this engine's way to find the bytes.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
+
+from diptych.engine.request import KVCommit, KVTransferParams
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class RequestView(Protocol):
+    """What a connector may read of a scheduler's request."""
+
+    @property
+    def request_id(self) -> str: ...
+    @property
+    def prompt_token_ids(self) -> list[int]: ...
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and output tokens so far."""
+        ...
+
+    @property
+    def num_computed_tokens(self) -> int: ...
+    @property
+    def kv_transfer_params(self) -> KVTransferParams | None: ...
+
+    def prefix_hash(self, num_tokens: int) -> bytes:
+        """Name of the first `num_tokens` tokens (`hashing.HashChain.prefix_hash`)."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class KVLayout:
+    """Where a KV cache keeps its bytes: one tensor per group.
+
+    The tensor is `[num_blocks, num_kv_heads, num_layers, 2, block_size, head_dim]`, contiguous: one
+    block is one run of bytes. Axis 3 is key, value.
+    """
+
+    num_blocks: int
+    num_kv_heads: int
+    num_layers: int
+    block_size: int
+    head_dim: int
+    dtype: str
+
+    @property
+    def shape(self) -> tuple[int, int, int, int, int, int]:
+        return (
+            self.num_blocks,
+            self.num_kv_heads,
+            self.num_layers,
+            2,
+            self.block_size,
+            self.head_dim,
+        )
+
+
+class KVConnectorMetadata:
+    """What the scheduler half tells the worker half for one step; each connector has its own."""
+
+
+@dataclass(slots=True)
+class KVConnectorOutput:
+    """What the worker half finished since it was last asked.
+
+    A load that failed is in `finished_recving` and in `failed_recving`, which gives the number of
+    tokens from position 0 that are valid all the same. A save that failed is in `finished_sending`
+    without an entry in `commits` that covers the prompt.
+    """
+
+    finished_sending: set[str] = field(default_factory=set)
+    finished_recving: set[str] = field(default_factory=set)
+    failed_recving: dict[str, int] = field(default_factory=dict)
+    commits: dict[str, KVCommit] = field(default_factory=dict)
+
+    @property
+    def empty(self) -> bool:
+        return not (self.finished_sending or self.finished_recving or self.commits)
+
+
+class KVConnectorScheduler(ABC):
+    """The scheduler half. No method blocks or does I/O longer than a local look-up."""
+
+    @abstractmethod
+    def get_num_new_matched_tokens(
+        self, request: RequestView, num_computed_tokens: int
+    ) -> tuple[int, bool]:
+        """Tokens beyond `num_computed_tokens` that the connector can bring, without side effects.
+
+        Returns:
+            (tokens, asynchronous). Asynchronous loads park the request in WAITING_FOR_REMOTE_KVS
+            until the worker half reports it; synchronous ones are done by `start_load_kv` before
+            the step's forward pass. (0, False) where there is nothing.
+        """
+
+    @abstractmethod
+    def update_state_after_alloc(
+        self, request: RequestView, block_ids: list[int], num_external_tokens: int
+    ) -> None:
+        """Blocks for the request's tokens, external ones included, were allocated."""
+
+    @abstractmethod
+    def build_connector_meta(
+        self, scheduled: dict[str, tuple[RequestView, list[int], int]]
+    ) -> KVConnectorMetadata:
+        """The step's orders. `scheduled` maps each scheduled request to (request, its block ids,
+        tokens that will be computed once this step ends). Resets what was gathered for the step."""
+
+    @abstractmethod
+    def request_finished(self, request: RequestView, block_ids: list[int]) -> bool:
+        """The request ended; True keeps its blocks until the worker half reports it sent."""
+
+    def abort(self, request_id: str) -> None:
+        """The request was aborted while a load or save is under way: give it up. Its blocks stay
+        quarantined until the worker half reports it (sent or received)."""
+
+
+class KVConnectorWorker(ABC):
+    """The worker half, beside the runner. Byte movement happens on its own thread."""
+
+    @abstractmethod
+    def register_kv_caches(self, kv_cache: Tensor, layout: KVLayout) -> None:
+        """Take the cache tensor, once, before the first step."""
+
+    @abstractmethod
+    def start_load_kv(self, metadata: KVConnectorMetadata) -> None:
+        """Begin the step's loads; synchronous ones are complete on return."""
+
+    def wait_for_layer_load(self, layer: int) -> None:
+        """Return once the step's synchronous loads of `layer` are in place."""
+        return
+
+    def save_kv_layer(self, layer: int) -> None:
+        """`layer` of the step's tokens has been written to the cache (eager prefill only)."""
+        return
+
+    @abstractmethod
+    def wait_for_save(self, metadata: KVConnectorMetadata) -> None:
+        """The step's KV is in the cache (device work completed): begin its saves."""
+
+    @abstractmethod
+    def get_finished(self) -> KVConnectorOutput:
+        """What finished since the last call. Never blocks."""
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """Blocks of synchronous loads that hold nothing valid."""
+        return set()
+
+    def shutdown(self) -> None:
+        """Stop threads, release memory and connections. Idempotent."""
+        return

@@ -1,0 +1,171 @@
+"""How tokens are chosen: the fields, defaults and rules that users of this field know.
+
+No torch here: the router, the services and `LLM` share this file.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import msgspec
+
+from diptych.errors import InvalidRequestError, UnsupportedFeatureError
+
+GREEDY_BELOW = 1e-5
+LEAST_TEMPERATURE = 1e-2
+MAX_LOGPROBS = 20
+
+
+class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """Sampling of one request.
+
+    Raises:
+        InvalidRequestError: a value is outside its range.
+        UnsupportedFeatureError: the value is valid elsewhere, not in this version.
+    """
+
+    n: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
+    bad_words_token_ids: list[list[int]] | None = None
+    ignore_eos: bool = False
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    detokenize: bool = True
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
+    logit_bias: dict[int, float] | None = None
+    allowed_token_ids: list[int] | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.stop, str):
+            self.stop = [self.stop]
+        self.stop = list(self.stop or [])
+        self.stop_token_ids = sorted(set(self.stop_token_ids or []))
+        self.bad_words = list(self.bad_words or [])
+        if self.seed == -1:
+            self.seed = None
+        if self.top_k == -1:
+            self.top_k = 0
+        self._check_types()
+        self._check_ranges()
+        if self.is_greedy:
+            self.top_p, self.top_k, self.min_p = 1.0, 0, 0.0
+        elif self.temperature < LEAST_TEMPERATURE:
+            self.temperature = LEAST_TEMPERATURE
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature < GREEDY_BELOW
+
+    @property
+    def stop_strings(self) -> list[str]:
+        return self.stop if isinstance(self.stop, list) else []
+
+    def replace(self, **changes: Any) -> SamplingParams:
+        """A checked copy with other values."""
+        return msgspec.structs.replace(self, **changes)
+
+    def check_against_model(self, *, vocab_size: int, max_logprobs: int = MAX_LOGPROBS) -> None:
+        """Check what depends on the model.
+
+        Raises:
+            InvalidRequestError: an id is outside the vocabulary, or too many logprobs.
+        """
+        ids: list[tuple[str, list[int]]] = [
+            ("stop_token_ids", self.stop_token_ids or []),
+            ("allowed_token_ids", self.allowed_token_ids or []),
+            ("logit_bias", list(self.logit_bias or {})),
+        ]
+        for name, values in ids:
+            for value in values:
+                if not 0 <= value < vocab_size:
+                    raise InvalidRequestError(
+                        f"{name} contains {value}, outside the vocabulary of {vocab_size} tokens",
+                        param=name,
+                    )
+        for name, count in (("logprobs", self.logprobs), ("prompt_logprobs", self.prompt_logprobs)):
+            wanted = vocab_size if count == -1 else count or 0
+            limit = vocab_size if max_logprobs == -1 else max_logprobs
+            if wanted > limit:
+                raise InvalidRequestError(
+                    f"{name} must be at most {limit}, got {count}", param=name
+                )
+
+    def _check_types(self) -> None:
+        for name in ("n", "top_k", "min_tokens"):
+            _require(name, _is_int(getattr(self, name)), "an integer")
+        for name in ("seed", "max_tokens", "logprobs", "prompt_logprobs"):
+            value = getattr(self, name)
+            _require(name, value is None or _is_int(value), "an integer")
+        for name in (
+            "temperature",
+            "top_p",
+            "min_p",
+            "presence_penalty",
+            "frequency_penalty",
+            "repetition_penalty",
+        ):
+            value = getattr(self, name)
+            number = isinstance(value, int | float) and not isinstance(value, bool)
+            _require(name, number and math.isfinite(value), "a finite number")
+
+    def _check_ranges(self) -> None:
+        if self.n > 1:
+            raise UnsupportedFeatureError(f"n must be 1 in this version, got {self.n}", param="n")
+        _require("n", self.n >= 1, "at least 1")
+        _require("temperature", 0.0 <= self.temperature <= 2.0, "in [0, 2]")
+        _require("top_p", 0.0 < self.top_p <= 1.0, "in (0, 1]")
+        _require("top_k", self.top_k >= 0, "-1, 0 or a positive integer")
+        _require("min_p", 0.0 <= self.min_p <= 1.0, "in [0, 1]")
+        _require("presence_penalty", -2.0 <= self.presence_penalty <= 2.0, "in [-2, 2]")
+        _require("frequency_penalty", -2.0 <= self.frequency_penalty <= 2.0, "in [-2, 2]")
+        _require("repetition_penalty", self.repetition_penalty > 0.0, "above 0")
+        _require("seed", self.seed is None or -(2**63) <= self.seed < 2**63, "a 64-bit integer")
+        _require("max_tokens", self.max_tokens is None or self.max_tokens >= 1, "at least 1")
+        _require("min_tokens", self.min_tokens >= 0, "at least 0")
+        _require(
+            "min_tokens",
+            self.max_tokens is None or self.min_tokens <= self.max_tokens,
+            "at most max_tokens",
+        )
+        for name in ("logprobs", "prompt_logprobs"):
+            value = getattr(self, name)
+            _require(name, value is None or value >= -1, "-1, 0 or a positive integer")
+        strings = self.stop_strings
+        _require("stop", all(isinstance(s, str) and s for s in strings), "non-empty strings")
+        _require("stop", self.detokenize or not strings, "empty when detokenize is False")
+        words = self.bad_words or []
+        _require("bad_words", all(isinstance(w, str) and w for w in words), "non-empty strings")
+        _require("stop_token_ids", all(map(_is_int, self.stop_token_ids or [])), "integers")
+        allowed = self.allowed_token_ids
+        _require("allowed_token_ids", allowed is None or len(allowed) > 0, "non-empty")
+        if self.logit_bias is not None:
+            try:
+                bias = {int(k): float(v) for k, v in self.logit_bias.items()}
+            except (TypeError, ValueError):
+                bias = {0: math.nan}
+            _require("logit_bias", all(map(math.isfinite, bias.values())), "a map of id to number")
+            self.logit_bias = {k: min(100.0, max(-100.0, v)) for k, v in bias.items()}
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _require(name: str, holds: bool, rule: str) -> None:
+    if not holds:
+        raise InvalidRequestError(f"{name} must be {rule}", param=name)
