@@ -1,7 +1,7 @@
 """The plain-torch meaning of every kernel: same names, same signatures.
 
-On a CPU these run; on a GPU they are what the Triton kernels are compared with. A KV cache is seen as
-two strided views `[num_blocks, num_kv_heads, block_size, head_dim]` with the last axis contiguous.
+On a CPU these run; on a GPU they are what the Triton kernels are compared with. A KV cache is seen
+as two strided views `[num_blocks, num_kv_heads, block_size, head_dim]`, last axis contiguous.
 """
 
 from __future__ import annotations

@@ -127,6 +127,7 @@ class KVConnectorScheduler(ABC):
     def abort(self, request_id: str) -> None:
         """The request was aborted while a load or save is under way: give it up. Its blocks stay
         quarantined until the worker half reports it (sent or received)."""
+        return
 
 
 class KVConnectorWorker(ABC):

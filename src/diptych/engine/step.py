@@ -63,8 +63,8 @@ class SchedulerOutput:
 class ModelRunnerOutput:
     """What a step gave. A request whose prompt is not finished has no entry in `sampled`.
 
-    `prompt_logprobs` carries those of the prompt positions computed in this step (the log
-    probability of prompt token p stands with the step that computed p - 1), for requests that asked.
+    `prompt_logprobs` carries those of the prompt positions computed in this step (the
+    log probability of prompt token p comes with the step that computed p - 1), where asked for.
     """
 
     sampled_token_ids: dict[str, list[int]] = field(default_factory=dict)

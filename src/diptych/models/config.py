@@ -1,6 +1,6 @@
 """What a model directory says about itself; no torch here.
 
-Reads `config.json` (and `generation_config.json`) of a Hugging Face directory into one frozen value.
+Reads `config.json` (and `generation_config.json`) of a Hugging Face directory into one value.
 """
 
 from __future__ import annotations
