@@ -71,8 +71,8 @@ class WorkerServicer:
     def Submit(self, request, context):
         """Queue one request. Returns when it is accepted; its outputs come on the router's stream.
         Errors: INVALID_ARGUMENT (can never fit, bad ids), RESOURCE_EXHAUSTED (queue full),
-        FAILED_PRECONDITION (no stream of this router, bad ticket, draining, other incarnation),
-        ALREADY_EXISTS (same id and epoch seen).
+        FAILED_PRECONDITION (no stream of this router, bad ticket, other incarnation), UNAVAILABLE
+        (draining, engine dead), ALREADY_EXISTS (same id and epoch seen).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -8,10 +8,12 @@ DiptychError
 ├── ModelNotFoundError         NOT_FOUND            404
 ├── CapacityError              RESOURCE_EXHAUSTED   429  try again later
 ├── UnavailableError           UNAVAILABLE          503  no worker, no stream, not ready
-│   └── DrainingError          UNAVAILABLE          503
+│   ├── DrainingError          UNAVAILABLE          503
+│   └── NoStreamError          FAILED_PRECONDITION  503  the router must open its stream first
 ├── DeadlineError              DEADLINE_EXCEEDED    504
 ├── RequestAbortedError        CANCELLED            499  the client left
 ├── StaleTicketError           FAILED_PRECONDITION  409  wrong incarnation, epoch, nonce, key
+├── DuplicateRequestError      ALREADY_EXISTS       409  this id and epoch were submitted before
 ├── EngineError                INTERNAL             500
 │   └── EngineDeadError        UNAVAILABLE          503
 ├── TransferError              UNAVAILABLE          503  KV bytes did not arrive or did not verify
@@ -88,6 +90,11 @@ class DrainingError(UnavailableError):
     code = "draining"
 
 
+class NoStreamError(UnavailableError):
+    grpc_status = grpc.StatusCode.FAILED_PRECONDITION
+    code = "no_stream"
+
+
 class DeadlineError(DiptychError):
     grpc_status = grpc.StatusCode.DEADLINE_EXCEEDED
     http_status = 504
@@ -105,6 +112,12 @@ class StaleTicketError(DiptychError):
     grpc_status = grpc.StatusCode.FAILED_PRECONDITION
     http_status = 409
     code = "stale_ticket"
+
+
+class DuplicateRequestError(DiptychError):
+    grpc_status = grpc.StatusCode.ALREADY_EXISTS
+    http_status = 409
+    code = "duplicate_request"
 
 
 class EngineError(DiptychError):

@@ -1,0 +1,113 @@
+"""The admin port and the way a service process ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import aiohttp
+import pytest
+from prometheus_client import Counter
+
+from diptych.errors import ConfigError
+from diptych.observe import AdminServer, Status, new_registry
+
+SRC = Path(__file__).resolve().parents[2] / "src"
+
+
+@pytest.mark.anyio
+async def test_probes_and_metrics_answer() -> None:
+    registry = new_registry()
+    Counter("diptych:things", "Things.", registry=registry).inc(3)
+    state = {"ready": Status(False, "the engine is loading")}
+    async with (
+        AdminServer("127.0.0.1", 0, registry=registry, ready=lambda: state["ready"]) as admin,
+        aiohttp.ClientSession(f"http://127.0.0.1:{admin.port}") as http,
+    ):
+        async with http.get("/livez") as answer:
+            assert answer.status == 200
+        async with http.get("/readyz") as answer:
+            assert (answer.status, await answer.text()) == (503, "the engine is loading\n")
+        state["ready"] = Status(True)
+        async with http.get("/readyz") as answer:
+            assert answer.status == 200
+        async with http.get("/metrics") as answer:
+            text = await answer.text()
+            assert "diptych:things_total 3.0" in text
+            assert "process_resident_memory_bytes" in text
+
+
+@pytest.mark.anyio
+async def test_an_admin_port_in_use_is_named() -> None:
+    registry = new_registry()
+    async with AdminServer("127.0.0.1", 0, registry=registry, ready=lambda: Status(True)) as first:
+        second = AdminServer("127.0.0.1", first.port, registry=registry, ready=lambda: Status(True))
+        with pytest.raises(ConfigError, match=f"{first.port}.*in use"):
+            await second.start()
+
+
+SERVICE = """
+import asyncio, sys
+from diptych.errors import ConfigError
+from diptych.observe import run_until_signal
+
+async def main(stop):
+    if "fail" in sys.argv:
+        raise ConfigError("cannot listen on 127.0.0.1:1: the port is in use")
+    print("up", flush=True)
+    await stop.wait()
+    print("draining", flush=True)
+    if "slow" in sys.argv:
+        await asyncio.sleep(60)
+
+run_until_signal("test", main)
+"""
+
+
+def start(*arguments: str, ignore_sigint: bool = False) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", SERVICE, *arguments],
+        env={**os.environ, "PYTHONPATH": str(SRC)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=(lambda: signal.signal(signal.SIGINT, signal.SIG_IGN))
+        if ignore_sigint
+        else None,
+    )
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_a_service_cleanly_even_where_sigint_was_ignored(
+    number: signal.Signals,
+) -> None:
+    with start(ignore_sigint=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "up\n"
+        process.send_signal(number)
+        assert process.wait(10) == 0
+        assert process.stdout.read() == "draining\n"
+
+
+def test_a_second_signal_stops_a_slow_drain() -> None:
+    with start("slow") as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "up\n"
+        process.terminate()
+        assert process.stdout.readline() == "draining\n"
+        began = time.monotonic()
+        process.terminate()
+        assert process.wait(10) == 0
+        assert time.monotonic() - began < 5
+
+
+def test_a_failure_is_one_line_and_a_code() -> None:
+    with start("fail") as process:
+        out, err = process.communicate(timeout=20)
+    assert process.returncode == 1
+    assert out == ""
+    assert err == "diptych test: cannot listen on 127.0.0.1:1: the port is in use\n"
