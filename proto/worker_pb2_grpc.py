@@ -80,7 +80,8 @@ class WorkerServicer:
 
     def Stream(self, request_iterator, context):
         """The router's stream. The first message is a Hello; a stream that breaks is resumed by a new one
-        with the same router incarnation and the last sequence seen.
+        with the same router incarnation and the last sequence seen. A new stream of an incarnation ends
+        the older one with UNAVAILABLE; so does a router that leaves too many frames unacknowledged.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
