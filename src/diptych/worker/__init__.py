@@ -1,0 +1,1 @@
+"""The service around one engine: admission, streams to routers, life cycle. No torch."""
