@@ -3,6 +3,7 @@
 DiptychError
 ├── InvalidRequestError        INVALID_ARGUMENT     400  the caller's mistake
 │   ├── UnsupportedFeatureError   UNIMPLEMENTED     400  known, but not in this version
+│   ├── ContextLengthError     INVALID_ARGUMENT     400  prompt, or prompt and output, too long
 │   └── RequestTooLargeError   INVALID_ARGUMENT     413  body or prompt over a size limit
 ├── AuthenticationError        UNAUTHENTICATED      401
 ├── ModelNotFoundError         NOT_FOUND            404
@@ -51,6 +52,10 @@ class InvalidRequestError(DiptychError, ValueError):
 class UnsupportedFeatureError(InvalidRequestError):
     grpc_status = grpc.StatusCode.UNIMPLEMENTED
     code = "unsupported_feature"
+
+
+class ContextLengthError(InvalidRequestError):
+    code = "context_length_exceeded"
 
 
 class RequestTooLargeError(InvalidRequestError):

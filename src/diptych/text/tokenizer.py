@@ -78,7 +78,7 @@ class Tokenizer:
         """UTF-8 bytes of one token, which need not be whole characters; empty if there is none."""
         piece = self._pieces.get(token_id)
         if piece is None:
-            token = self._inner.id_to_token(token_id) if token_id < self.vocab_size else None
+            token = self._inner.id_to_token(token_id) if 0 <= token_id < self.vocab_size else None
             piece = self._bytes(token) if token is not None else b""
             self._pieces[token_id] = piece
         return piece
