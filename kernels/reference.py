@@ -52,9 +52,26 @@ def paged_prefill_attention(
         max_query_len: an upper bound of query lengths, 0 if unknown (a launch hint).
 
     Returns:
-        `[T, H, D]` in q's dtype. Softmax and sums in float32.
+        `[T, H, D]` in q's dtype. Softmax and sums in float32. Rows of `q` past the last sequence
+        (padding) come back undefined.
     """
-    raise NotImplementedError
+    out = torch.zeros_like(q)
+    starts = query_start_loc.tolist()
+    for i, seq_len in enumerate(seq_lens.tolist()):
+        start, end = starts[i], starts[i + 1]
+        if start == end:
+            continue
+        # [ctx, H_kv, D]
+        k = _read_kv(k_cache, block_tables[i], seq_len)
+        v = _read_kv(v_cache, block_tables[i], seq_len)
+        # [n, 1], [ctx]
+        position = torch.arange(seq_len - (end - start), seq_len, device=q.device)[:, None]
+        key_position = torch.arange(seq_len, device=q.device)
+        visible = key_position <= position
+        if sliding_window:
+            visible &= key_position > position - sliding_window
+        out[start:end] = _attend(q[start:end], k, v, visible, scale)
+    return out
 
 
 def paged_decode_attention(
@@ -78,7 +95,18 @@ def paged_decode_attention(
     Returns:
         `[S, H, D]` in q's dtype.
     """
-    raise NotImplementedError
+    out = torch.zeros_like(q)
+    for i, seq_len in enumerate(seq_lens.tolist()):
+        if seq_len == 0:
+            continue
+        # [ctx, H_kv, D]
+        k = _read_kv(k_cache, block_tables[i], seq_len)
+        v = _read_kv(v_cache, block_tables[i], seq_len)
+        visible = torch.ones(1, seq_len, dtype=torch.bool, device=q.device)
+        if sliding_window:
+            visible[:, : max(seq_len - sliding_window, 0)] = False
+        out[i : i + 1] = _attend(q[i : i + 1], k, v, visible, scale)
+    return out
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -119,3 +147,18 @@ def silu_mul(x: Tensor) -> Tensor:
     """`silu(gate) * up` for x = `[T, 2N]` = (gate, up); returns `[T, N]`, computed in float32."""
     gate, up = x.chunk(2, dim=-1)
     return (torch.nn.functional.silu(gate.float()) * up.float()).to(x.dtype)
+
+
+def _read_kv(cache: Tensor, block_table: Tensor, seq_len: int) -> Tensor:
+    """The first `seq_len` tokens of one sequence: `[seq_len, H_kv, D]`."""
+    num_blocks = -(-seq_len // cache.shape[2])
+    return cache[block_table[:num_blocks].long()].transpose(1, 2).flatten(0, 1)[:seq_len]
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float) -> Tensor:
+    """Attention of q `[n, H, D]` over k, v `[ctx, H_kv, D]` where `visible` `[n, ctx]`."""
+    group = q.shape[1] // k.shape[1]
+    k, v = k.float().repeat_interleave(group, 1), v.float().repeat_interleave(group, 1)
+    scores = torch.einsum("nhd,chd->hnc", q.float(), k) * scale
+    weights = scores.masked_fill(~visible, -torch.inf).softmax(-1)
+    return torch.einsum("hnc,chd->nhd", weights, v).to(q.dtype)

@@ -1,0 +1,84 @@
+"""Choose who runs the ops: torch on a CPU, Triton on a GPU, or as the configuration says."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from diptych.errors import ConfigError
+
+
+class Ops(Protocol):
+    """The ops of `reference.py`: same names, signatures and meaning.
+
+    An `Ops` serves one thread: it may keep workspaces and plans from one call to the next.
+    """
+
+    def store_kv(
+        self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor
+    ) -> None: ...
+
+    def paged_prefill_attention(
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        block_tables: Tensor,
+        query_start_loc: Tensor,
+        seq_lens: Tensor,
+        scale: float,
+        sliding_window: int = 0,
+        max_query_len: int = 0,
+    ) -> Tensor: ...
+
+    def paged_decode_attention(
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        block_tables: Tensor,
+        seq_lens: Tensor,
+        scale: float,
+        sliding_window: int = 0,
+        max_seq_len: int = 0,
+    ) -> Tensor: ...
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor: ...
+
+    def add_rms_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]: ...
+
+    def rope(
+        self, q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor
+    ) -> tuple[Tensor, Tensor]: ...
+
+    def silu_mul(self, x: Tensor) -> Tensor: ...
+
+
+def select_ops(device: torch.device, attention_backend: str = "auto") -> Ops:
+    """The ops for a device.
+
+    Args:
+        device: where the tensors live.
+        attention_backend: `auto` (Triton on CUDA, torch elsewhere), `torch` or `triton`. Triton on
+            a CPU runs only under its interpreter (`TRITON_INTERPRET=1`).
+
+    Raises:
+        ConfigError: Triton was asked for (or implied by the device) and cannot be imported.
+    """
+    if attention_backend == "auto":
+        attention_backend = "triton" if device.type == "cuda" else "torch"
+    name = {"torch": "torch_ops:TorchOps", "triton": "triton_ops:TritonOps"}[attention_backend]
+    module, _, attribute = name.partition(":")
+    try:
+        ops: Ops = getattr(importlib.import_module(f"diptych.kernels.{module}"), attribute)()
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"attention_backend {attention_backend} needs the package {error.name}: install it, "
+            "or set attention_backend to torch"
+        ) from error
+    return ops

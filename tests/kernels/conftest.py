@@ -1,0 +1,70 @@
+"""Kernels run on the GPU where there is one, else in Triton's interpreter on the CPU."""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+if not torch.cuda.is_available():
+    # read when triton is imported
+    os.environ["TRITON_INTERPRET"] = "1"
+
+
+@pytest.fixture
+def device() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@dataclass(frozen=True)
+class PagedKV:
+    """A cache of random tokens; every slot that no sequence owns is NaN."""
+
+    k_cache: Tensor
+    v_cache: Tensor
+    block_tables: Tensor
+    seq_lens: Tensor
+
+
+@pytest.fixture
+def paged_kv(device: torch.device) -> Callable[..., PagedKV]:
+    """Make a cache for sequences of some lengths, in scrambled blocks.
+
+    It is one layer's view of the engine's layout, or of one with the head inside the slot.
+    """
+
+    def make(
+        lengths: list[int],
+        heads: int,
+        dim: int,
+        block_size: int,
+        dtype: torch.dtype = torch.float32,
+        slot_outermost: bool = False,
+    ) -> PagedKV:
+        torch.manual_seed(0)
+        counts = [-(-length // block_size) for length in lengths]
+        size = sum(counts) + 3
+        if slot_outermost:
+            kv = torch.full((size, 2, 2, block_size, heads, dim), torch.nan, dtype=dtype)
+            kv = kv.permute(0, 4, 1, 2, 3, 5)
+        else:
+            kv = torch.full((size, heads, 2, 2, block_size, dim), torch.nan, dtype=dtype)
+        free = iter((torch.randperm(sum(counts)) + 3).tolist())
+        # an entry that is no block, to be read by nobody
+        block_tables = torch.full((len(lengths), max(counts) + 1), 2**30, dtype=torch.int32)
+        for i, length in enumerate(lengths):
+            for j in range(counts[i]):
+                block_tables[i, j] = block = next(free)
+                n = min(block_size, length - j * block_size)
+                kv[block, :, 1, :, :n] = torch.randn(heads, 2, n, dim).to(dtype)
+        kv = kv.to(device)
+        return PagedKV(
+            kv[:, :, 1, 0],
+            kv[:, :, 1, 1],
+            block_tables.to(device),
+            torch.tensor(lengths, dtype=torch.int32, device=device),
+        )
+
+    return make

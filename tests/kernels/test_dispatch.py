@@ -1,0 +1,27 @@
+"""Each device gets its ops, and Triton is imported only when chosen."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from diptych.kernels.dispatch import select_ops
+from diptych.kernels.torch_ops import TorchOps
+
+
+@pytest.mark.parametrize("backend", ["auto", "torch"])
+def test_a_cpu_gets_torch(backend) -> None:
+    assert isinstance(select_ops(torch.device("cpu"), backend), TorchOps)
+
+
+def test_torch_ops_do_not_import_triton() -> None:
+    code = (
+        "import sys, torch\n"
+        "from diptych.kernels.dispatch import select_ops\n"
+        "select_ops(torch.device('cpu'))\n"
+        "assert not [name for name in sys.modules if name.startswith('diptych.kernels.triton')]\n"
+        "assert 'triton' not in sys.modules or 'triton' in before"
+    )
+    code = code.replace("import sys, torch\n", "import sys, torch\nbefore = set(sys.modules)\n")
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
