@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from diptych.kernels import reference
+from diptych.kernels.host_memory import keep_freed_memory
 from diptych.kernels.torch_plan import (
     AttentionPlan,
     AttentionShape,
@@ -47,9 +48,13 @@ def _equal(a: Tensor, b: Tensor) -> bool:
 
 
 class TorchOps:
-    """`dispatch.Ops` by torch alone. Equal to `reference.py` up to rounding."""
+    """`dispatch.Ops` by torch alone. Equal to `reference.py` up to rounding.
+
+    Making one sets the allocator of the process up for it (`keep_freed_memory`).
+    """
 
     def __init__(self) -> None:
+        keep_freed_memory()
         self._slots: _Memo[tuple[Tensor, Tensor, Tensor | None]] = _Memo()
         self._attention: _Memo[AttentionPlan] = _Memo()
         self._rotation: _Memo[tuple[Tensor, Tensor, Tensor]] = _Memo()

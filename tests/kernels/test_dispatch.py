@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from diptych.kernels.dispatch import select_ops
+from diptych.kernels.host_memory import keep_freed_memory
 from diptych.kernels.torch_ops import TorchOps
 
 
@@ -25,3 +26,8 @@ def test_torch_ops_do_not_import_triton() -> None:
     )
     code = code.replace("import sys, torch\n", "import sys, torch\nbefore = set(sys.modules)\n")
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc only")
+def test_an_engine_process_keeps_freed_memory() -> None:
+    assert keep_freed_memory()
