@@ -1,0 +1,262 @@
+"""The Worker service: admission by ticket, one stream per router, cancel, drain."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Coroutine, Iterable
+from typing import Any
+
+from diptych.clock import Clock
+from diptych.config import EngineConfig, WorkerConfig
+from diptych.connectors.tickets import TicketKeys, TicketVerifier
+from diptych.errors import (
+    CapacityError,
+    DiptychError,
+    DrainingError,
+    InvalidRequestError,
+    NoStreamError,
+)
+from diptych.proto import worker_pb2, worker_pb2_grpc
+from diptych.rpc import PROTOCOL_VERSION
+from diptych.worker.engine import Engine
+from diptych.worker.frames import load_to_proto, split_outputs
+from diptych.worker.identity import ROLES, WorkerIdentity
+from diptych.worker.metrics import WorkerMetrics
+from diptych.worker.parse import parse_submit
+from diptych.worker.requests import Owned, RequestTable
+from diptych.worker.streams import StreamHub
+
+logger = logging.getLogger(__name__)
+
+
+class WorkerServicer(worker_pb2_grpc.WorkerServicer):
+    """One engine's requests and streams. `pump` must run beside it."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        identity: WorkerIdentity,
+        metrics: WorkerMetrics,
+        *,
+        config: WorkerConfig,
+        engine_config: EngineConfig,
+        keys: TicketKeys | None,
+        clock: Clock,
+    ) -> None:
+        self.draining = False
+        self._engine = engine
+        self._identity = identity
+        self._metrics = metrics
+        self._engine_config = engine_config
+        self._failure: DiptychError | None = None
+        self._table = RequestTable()
+        self._changed = asyncio.Event()
+        self._aborts: set[asyncio.Task[None]] = set()
+        self._tickets = TicketVerifier(keys, identity.incarnation, clock)
+        self._hub = StreamHub(
+            identity.incarnation,
+            max_frames=config.max_frames_queued,
+            grace_s=config.stream_grace_s,
+            clock=clock,
+            on_joined=self._tickets.router_joined,
+            on_left=self._router_left,
+        )
+
+    # -- calls ------------------------------------------------------------------------------------
+
+    async def GetInfo(
+        self, request: worker_pb2.GetInfoRequest, context: Any
+    ) -> worker_pb2.WorkerInfo:
+        return worker_pb2.WorkerInfo(
+            worker_id=self._identity.worker_id,
+            incarnation=self._identity.incarnation,
+            role=ROLES[self._identity.role],
+            model=self._engine.info.model,
+            kv_namespace=self._engine.info.kv_namespace,
+            protocol_version=PROTOCOL_VERSION,
+            max_model_len=self._engine.info.max_model_len,
+            load=self.load(),
+            draining=self.draining,
+            address=self._identity.address,
+        )
+
+    async def Submit(
+        self, request: worker_pb2.SubmitRequest, context: Any
+    ) -> worker_pb2.SubmitResponse:
+        try:
+            await self._submit(request)
+        except DiptychError as error:
+            self._metrics.refused(type(error).__name__)
+            raise
+        self._metrics.submitted.inc()
+        return worker_pb2.SubmitResponse(load=self.load())
+
+    async def Stream(
+        self, request_iterator: AsyncIterator[worker_pb2.RouterMessage], context: Any
+    ) -> None:
+        """Frames out, acks and cancels in, until either side ends it."""
+        hello = _checked_hello(await anext(aiter(request_iterator), None))
+        both = [
+            asyncio.create_task(self._write(hello, context)),
+            asyncio.create_task(self._read(hello.router_incarnation, request_iterator)),
+        ]
+        try:
+            done, _ = await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in both:
+                task.cancel()
+            await asyncio.gather(*both, return_exceptions=True)
+        for task in done:
+            task.result()
+
+    async def Drain(
+        self, request: worker_pb2.DrainRequest, context: Any
+    ) -> worker_pb2.DrainResponse:
+        return worker_pb2.DrainResponse(num_left=await self.drain(request.deadline_ms / 1000))
+
+    # -- what the process around it uses ----------------------------------------------------------
+
+    async def pump(self) -> None:
+        """Send each step's outputs on, until the engine is closed.
+
+        Raises:
+            EngineDeadError: the engine is gone; every stream and Submit gets the same error.
+        """
+        try:
+            async for outputs in self._engine.outputs():
+                self._metrics.observe(outputs)
+                for router, frame in split_outputs(outputs, self._table).items():
+                    self._hub.push(router, frame)
+                self._changed.set()
+        except DiptychError as error:
+            self._failure = error
+            self._hub.fail(error)
+            raise
+
+    async def drain(self, deadline_s: float) -> int:
+        """Admit no more and wait for what runs, and for its last frames to be acknowledged.
+
+        Returns:
+            Requests left at the deadline.
+        """
+        self.draining = True
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(deadline_s):
+                while len(self._table) or not self._hub.delivered:
+                    self._changed.clear()
+                    await self._changed.wait()
+        return len(self._table)
+
+    async def close(self) -> None:
+        """Abort what is left and stop the timers."""
+        self._abort(self._table.remove_all())
+        await self._hub.close()
+        await asyncio.gather(*self._aborts, return_exceptions=True)
+
+    def load(self) -> worker_pb2.WorkerLoad:
+        """The engine's load; requests that it has not seen yet count as waiting."""
+        stats = self._metrics.stats
+        load = load_to_proto(stats)
+        load.num_waiting = max(stats.num_waiting, len(self._table) - stats.num_running)
+        return load
+
+    # -- inside -----------------------------------------------------------------------------------
+
+    async def _submit(self, request: worker_pb2.SubmitRequest) -> None:
+        ticket = request.ticket
+        if self._failure is not None:
+            raise self._failure
+        if self.draining:
+            raise DrainingError(f"worker {self._identity.worker_id} is draining")
+        if ticket.router_incarnation not in self._hub:
+            raise NoStreamError(f"router {ticket.router_incarnation!r} has no stream here")
+        if self.load().num_waiting >= self._engine_config.max_num_queued_reqs:
+            raise CapacityError(f"worker {self._identity.worker_id} has a full queue")
+        owned = Owned(ticket.request_id, ticket.epoch, ticket.router_incarnation)
+        parsed = parse_submit(
+            request, owned.engine_id, self._engine.info, self._engine_config.max_logprobs
+        )
+        # last, so that a repeat of this ticket is told that the first was accepted
+        self._tickets.admit(ticket)
+        older = self._table.add(owned)
+        if older is not None:
+            self._abort([older])
+        try:
+            await self._engine.submit(parsed)
+        except BaseException:
+            # a caller that left may leave a request that the engine has taken
+            if self._table.remove(owned.engine_id) is not None:
+                self._abort([owned])
+            raise
+
+    async def _write(self, hello: worker_pb2.Hello, context: Any) -> None:
+        async with contextlib.aclosing(self._hub.attach(hello, self.load())) as frames:
+            async for frame in frames:
+                await context.write(frame)
+
+    async def _read(self, router: str, messages: AsyncIterator[worker_pb2.RouterMessage]) -> None:
+        async for message in messages:
+            match message.WhichOneof("message"):
+                case "ack":
+                    self._hub.ack(router, message.ack.sequence)
+                    self._changed.set()
+                case "cancel":
+                    self._cancel(router, message.cancel)
+                case other:
+                    raise InvalidRequestError(f"unexpected message {other!r} on the stream")
+
+    def _cancel(self, router: str, cancel: worker_pb2.Cancel) -> None:
+        if len(cancel.request_ids) != len(cancel.epochs):
+            raise InvalidRequestError("a cancel needs one epoch per request", param="epochs")
+        gone = []
+        for request_id, epoch in zip(cancel.request_ids, cancel.epochs, strict=True):
+            owned = self._table.cancel(router, request_id, epoch)
+            if owned is None:
+                self._metrics.unknown_cancels.inc()
+            else:
+                gone.append(owned)
+        self._abort(gone)
+
+    def _router_left(self, router: str) -> None:
+        self._tickets.router_left(router)
+        self._abort(self._table.remove_router(router))
+        self._changed.set()
+
+    def _abort(self, gone: Iterable[Owned]) -> None:
+        """Free what these attempts hold in the engine. They have left the table."""
+        ids = [owned.engine_id for owned in gone]
+        if not ids:
+            return
+        self._metrics.aborted.inc(len(ids))
+        self._changed.set()
+        self._in_background(self._engine.abort(ids))
+
+    def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._aborts.add(task)
+        task.add_done_callback(self._abort_done)
+
+    def _abort_done(self, task: asyncio.Task[None]) -> None:
+        self._aborts.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            logger.warning("an abort did not reach the engine: %s", task.exception())
+
+
+def _checked_hello(first: worker_pb2.RouterMessage | None) -> worker_pb2.Hello:
+    """The stream's first message.
+
+    Raises:
+        InvalidRequestError: it is no Hello, or of a version that is not understood.
+    """
+    if first is None or first.WhichOneof("message") != "hello":
+        raise InvalidRequestError("the first message of a stream must be a Hello")
+    hello = first.hello
+    if not hello.router_incarnation:
+        raise InvalidRequestError("a Hello needs the router's incarnation")
+    if abs(hello.protocol_version - PROTOCOL_VERSION) > 1:
+        raise InvalidRequestError(
+            f"protocol version {hello.protocol_version} is not within one of {PROTOCOL_VERSION}"
+        )
+    return hello
