@@ -181,12 +181,28 @@ class PlannerConfig:
     kv_high: float = _flag(0.85, "KV use at which the decode pool grows")
     kv_low: float = _flag(0.40, "KV use under which the decode pool may shrink")
     kubernetes_namespace: str | None = _flag(None, "namespace; the pod's own if absent")
+    supervisor: str | None = _flag(None, "unix socket of the launcher that starts local workers")
     prefill_target: str = _flag(
         "apps/v1/Deployment/diptych-prefill", "group/version/kind/name to scale"
     )
     decode_target: str = _flag(
         "apps/v1/Deployment/diptych-decode", "group/version/kind/name to scale"
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpConfig:
+    """What `diptych up` starts on one machine."""
+
+    prefill: int = _flag(1, "prefill workers")
+    decode: int = _flag(1, "decode workers")
+    ready_timeout_s: float = _flag(300.0, "seconds until all must be ready")
+    stop_timeout_s: float = _flag(10.0, "seconds that a stop waits before it kills")
+    log_dir: str | None = _flag(None, "keeps the services' logs there")
+
+    def __post_init__(self) -> None:
+        if self.prefill < 0 or self.decode < 1:
+            raise ConfigError("up needs at least one decode worker")
 
 
 def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:

@@ -1,0 +1,106 @@
+"""`diptych chat`: a conversation in a terminal, with any OpenAI-compatible server."""
+
+from __future__ import annotations
+
+import json
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from typing import Any
+
+from diptych.errors import DiptychError, UnavailableError
+
+_TIMEOUT_S = 600.0
+
+
+def run(
+    url: str,
+    *,
+    model: str | None = None,
+    system: str | None = None,
+    max_tokens: int | None = None,
+    temperature: float = 0.0,
+    api_key: str | None = None,
+) -> int:
+    """Read lines from standard input, write answers to standard output, until the end of input.
+
+    Raises:
+        UnavailableError: the server cannot be reached.
+    """
+    server = _Server(url, api_key)
+    model = model or server.first_model()
+    messages = [{"role": "system", "content": system}] if system else []
+    while (line := _read_line()) is not None:
+        if not line.strip():
+            continue
+        messages.append({"role": "user", "content": line})
+        body = {"model": model, "messages": messages, "temperature": temperature, "stream": True}
+        if max_tokens is not None:
+            body["max_tokens"] = max_tokens
+        try:
+            answer = _show(server.stream(body))
+        except DiptychError as error:
+            print(f"error: {error.message}", file=sys.stderr)
+            messages.pop()
+            continue
+        messages.append({"role": "assistant", "content": answer})
+    return 0
+
+
+class _Server:
+    def __init__(self, url: str, api_key: str | None) -> None:
+        self._url = url.rstrip("/")
+        self._headers = {"Content-Type": "application/json"}
+        if api_key:
+            self._headers["Authorization"] = f"Bearer {api_key}"
+
+    def first_model(self) -> str:
+        with self._open("/v1/models", None) as response:
+            return str(json.load(response)["data"][0]["id"])
+
+    def stream(self, body: dict[str, Any]) -> Iterator[str]:
+        with self._open("/v1/chat/completions", body) as response:
+            for raw in response:
+                line = raw.decode().strip()
+                if not line.startswith("data: ") or line == "data: [DONE]":
+                    continue
+                event = json.loads(line[6:])
+                if "error" in event:
+                    raise UnavailableError(event["error"]["message"])
+                for choice in event["choices"]:
+                    yield choice["delta"].get("content") or ""
+
+    def _open(self, path: str, body: dict[str, Any] | None) -> Any:
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(self._url + path, data=data, headers=self._headers)
+        try:
+            return urllib.request.urlopen(request, timeout=_TIMEOUT_S)
+        except urllib.error.HTTPError as error:
+            with error:
+                text = error.read().decode(errors="replace")
+            try:
+                text = json.loads(text)["error"]["message"]
+            except (ValueError, KeyError, TypeError):
+                pass
+            raise UnavailableError(f"HTTP {error.code}: {text}") from None
+        except OSError as error:
+            raise UnavailableError(f"{self._url} cannot be reached: {error}") from None
+
+
+def _read_line() -> str | None:
+    if sys.stdin.isatty():
+        sys.stdout.write("> ")
+        sys.stdout.flush()
+    line = sys.stdin.readline()
+    return line.rstrip("\n") if line else None
+
+
+def _show(pieces: Iterator[str]) -> str:
+    answer = ""
+    for piece in pieces:
+        answer += piece
+        sys.stdout.write(piece)
+        sys.stdout.flush()
+    sys.stdout.write("\n")
+    return answer

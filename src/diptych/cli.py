@@ -1,0 +1,195 @@
+"""The `diptych` command. Only what a command needs is imported: `--help` stays under a second."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from diptych.config_sources import Settings, add_flags, load
+from diptych.errors import DiptychError
+
+_BENCHES = ("latency", "throughput", "kernels", "kvstore")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one command; returns its exit code (1: it failed with a message, 2: bad usage)."""
+    argv = sys.argv[1:] if argv is None else argv
+    args = _parser(argv).parse_args(argv)
+    try:
+        return int(args.run(args) or 0)
+    except DiptychError as error:
+        print(f"diptych: {error.message}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+
+
+def _parser(argv: list[str]) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="diptych", description="Serve large language models with prefill and decode apart."
+    )
+    parser.add_argument("--version", action="version", version=_version())
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+
+    def command(name: str, text: str, run: Callable[[Any], int], *flags: str) -> Any:
+        sub = commands.add_parser(name, help=text, description=text)
+        if flags:
+            add_flags(sub, *flags)
+        sub.set_defaults(run=run, command=name)
+        return sub
+
+    command(
+        "up",
+        "start router, prefill, decode, KV store and directory on this machine",
+        _up,
+        "up",
+        "engine",
+        "router",
+        "planner",
+        "redis",
+    )
+    serve = command(
+        "serve", "serve one model with one aggregated engine", _serve, "up", "engine", "router"
+    )
+    serve.add_argument("model", nargs="?", metavar="MODEL", help="as --model")
+    command("router", "the front door", _router, "router", "redis", "planner", "engine")
+    command("prefill", "a prefill worker", _prefill, "worker", "engine", "redis")
+    command("decode", "a decode worker", _decode, "worker", "engine", "redis")
+    command("worker", "an aggregated worker", _worker, "worker", "engine", "redis")
+    command("kvstore", "a node of the KV store", _kvstore, "kvstore", "redis")
+    _add_chat(commands)
+    _add_config(commands)
+    _add_bench(commands, argv)
+    return parser
+
+
+def _add_chat(commands: Any) -> None:
+    chat = commands.add_parser("chat", help="talk to a running server")
+    chat.add_argument("--url", default="http://127.0.0.1:8000", help="where the router listens")
+    chat.add_argument("--model", help="served model; the first one if absent")
+    chat.add_argument("--system", help="system message")
+    chat.add_argument("--max-tokens", type=int, help="most tokens per answer")
+    chat.add_argument("--temperature", type=float, default=0.0)
+    chat.add_argument("--api-key", default=os.environ.get("DIPTYCH_API_KEY"))
+    chat.set_defaults(run=_chat)
+
+
+def _add_config(commands: Any) -> None:
+    config = commands.add_parser("config", help="configuration")
+    actions = config.add_subparsers(metavar="ACTION", required=True)
+    show = actions.add_parser("show", help="print the values that flags, environment and file give")
+    show.add_argument("--config", metavar="FILE", help="YAML file with one mapping per section")
+    show.set_defaults(run=_config_show)
+
+
+def _add_bench(commands: Any, argv: list[str]) -> None:
+    bench = commands.add_parser("bench", help="measure")
+    kinds = bench.add_subparsers(metavar="KIND", required=True)
+    for name in _BENCHES:
+        sub = kinds.add_parser(name, help=f"measure {name}")
+        if argv[:2] == ["bench", name]:
+            import importlib
+
+            module = importlib.import_module(f"diptych.bench.{name}")
+            module.add_arguments(sub)
+            sub.set_defaults(run=module.main)
+
+
+def _settings(args: Any, *sections: str) -> Settings:
+    return load(sections, vars(args), os.environ, args.config)
+
+
+def _up(args: Any) -> int:
+    from diptych.launcher import up
+
+    return up.run(
+        _settings(args, "up", "engine", "router", "planner", "redis", "kvstore", "worker")
+    )
+
+
+def _serve(args: Any) -> int:
+    from diptych.launcher import up
+
+    if args.model:
+        setattr(args, "engine.model", args.model)
+    settings = _settings(args, "up", "engine", "router", "planner", "redis", "kvstore", "worker")
+    return up.run(settings, aggregated=True)
+
+
+def _router(args: Any) -> int:
+    from diptych.services.router import main as router
+
+    settings = _settings(args, "router", "redis", "planner", "engine")
+    return _code(
+        router.run(settings["router"], settings["redis"], settings["planner"], settings["engine"])
+    )
+
+
+def _prefill(args: Any) -> int:
+    from diptych.services.prefill import main as prefill
+
+    settings = _settings(args, "worker", "engine", "redis")
+    return _code(prefill.run(settings["worker"], settings["engine"], settings["redis"]))
+
+
+def _decode(args: Any) -> int:
+    from diptych.services.decode import main as decode
+
+    settings = _settings(args, "worker", "engine", "redis")
+    return _code(decode.run(settings["worker"], settings["engine"], settings["redis"]))
+
+
+def _worker(args: Any) -> int:
+    from diptych.worker import main as worker
+
+    settings = _settings(args, "worker", "engine", "redis")
+    return _code(
+        worker.run("aggregated", settings["worker"], settings["engine"], settings["redis"])
+    )
+
+
+def _kvstore(args: Any) -> int:
+    from diptych.services.kvstore import main as kvstore
+
+    settings = _settings(args, "kvstore", "redis")
+    return _code(kvstore.run(settings["kvstore"], settings["redis"]))
+
+
+def _chat(args: Any) -> int:
+    from diptych import chat
+
+    return chat.run(
+        args.url,
+        model=args.model,
+        system=args.system,
+        max_tokens=args.max_tokens,
+        temperature=args.temperature,
+        api_key=args.api_key,
+    )
+
+
+def _config_show(args: Any) -> int:
+    import yaml
+
+    from diptych.config_sources import SECTIONS
+
+    settings = load(tuple(SECTIONS), {}, os.environ, args.config)
+    sys.stdout.write(yaml.safe_dump(settings.as_dict(), sort_keys=False))
+    return 0
+
+
+def _code(result: int | None) -> int:
+    return result or 0
+
+
+def _version() -> str:
+    from diptych import __version__
+
+    return __version__
+
+
+if __name__ == "__main__":
+    sys.exit(main())

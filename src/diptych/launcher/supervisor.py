@@ -1,0 +1,241 @@
+"""Starts the processes of one machine, keeps them running, scales the pools, stops all of it.
+
+The router's planner asks for pool sizes over a unix socket, one JSON object a line:
+`{"pool": "prefill", "replicas": 2}` → `{"pool": …, "replicas": 2}` or `{"error": …}`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import secrets
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from diptych.config_sources import Settings
+from diptych.embedded_redis import EmbeddedRedis
+from diptych.errors import DiptychError
+from diptych.launcher.child import Child, free_ports
+from diptych.launcher.plan import Machine, ProcessSpec, kvstore_spec, router_spec, worker_spec
+
+log = logging.getLogger(__name__)
+
+_FIRST_BACKOFF_S = 1.0
+_MOST_BACKOFF_S = 30.0
+_LONGEST_LINE = 4096
+
+
+class Supervisor:
+    """One machine's processes; `say` shows progress to the person who waits."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        directory: Path,
+        log_directory: Path,
+        say: Callable[[str], None],
+        *,
+        aggregated: bool = False,
+    ) -> None:
+        self._settings = settings
+        self._directory = directory
+        self._log_directory = log_directory
+        self._say = say
+        self._aggregated = aggregated
+        self._machine = Machine.here()
+        self._children: dict[str, Child] = {}
+        self._watchers: dict[str, asyncio.Task[None]] = {}
+        self._stopping: set[str] = set()
+        self._drains: set[asyncio.Task[None]] = set()
+        self._redis: EmbeddedRedis | None = None
+        self._redis_url: str | None = settings["redis"].redis
+        self._ticket_keys = str(directory / "ticket-keys")
+        self._control = directory / "supervisor.sock"
+        self._server: asyncio.Server | None = None
+        self._scaling = asyncio.Lock()
+        self._next_gpu = 0
+
+    @property
+    def children(self) -> dict[str, Child]:
+        return dict(self._children)
+
+    async def start(self) -> None:
+        """Start everything and return when all of it is ready.
+
+        Raises:
+            DiptychError: a process ended or did not become ready.
+        """
+        self._write_ticket_keys()
+        self._server = await asyncio.start_unix_server(
+            self._serve_control, str(self._control), limit=_LONGEST_LINE
+        )
+        if not self._aggregated:
+            await self._start_redis()
+        specs = self._specs()
+        for spec in specs:
+            await self._spawn(spec)
+        async with asyncio.TaskGroup() as group:
+            for spec in specs:
+                group.create_task(self._wait_first_ready(spec.name))
+        for name in self._children:
+            self._watchers[name] = asyncio.create_task(self._watch(name))
+
+    async def stop(self) -> None:
+        """End every process: the front door first, then workers, store and directory."""
+        if self._server is not None:
+            self._server.close()
+        for watcher in self._watchers.values():
+            watcher.cancel()
+        timeout_s = self._settings["up"].stop_timeout_s
+        for group in _stop_order(list(self._children)):
+            await asyncio.gather(*(self._children[name].stop(timeout_s) for name in group))
+        for task in list(self._drains):
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
+        if self._redis is not None:
+            await asyncio.to_thread(self._redis.stop)
+
+    async def scale(self, pool: str, replicas: int) -> int:
+        """Start or drain workers of a pool until it has `replicas`; returns how many it has."""
+        async with self._scaling:
+            while len(self._pool(pool)) < replicas:
+                spec = self._new_worker(pool, self._free_index(pool))
+                await self._spawn(spec)
+                self._watchers[spec.name] = asyncio.create_task(self._watch(spec.name))
+            for name in self._pool(pool)[replicas:]:
+                self._stopping.add(name)
+                task = asyncio.create_task(self._drain(name))
+                self._drains.add(task)
+                task.add_done_callback(self._drains.discard)
+            return len(self._pool(pool))
+
+    def _specs(self) -> list[ProcessSpec]:
+        if self._aggregated:
+            workers = [self._new_worker("aggregated", 0)]
+            addresses = [f"127.0.0.1:{workers[0].sections['worker']['port']}"]
+            return [*workers, self._new_router(addresses)]
+        up = self._settings["up"]
+        ports = free_ports(3)
+        store = kvstore_spec(
+            self._settings, ports=(ports[0], ports[1], ports[2]), redis=self._redis_url
+        )
+        workers = [self._new_worker("prefill", i) for i in range(up.prefill)]
+        workers += [self._new_worker("decode", i) for i in range(up.decode)]
+        return [store, *workers, self._new_router([])]
+
+    def _new_worker(self, role: str, index: int) -> ProcessSpec:
+        up, planner = self._settings["up"], self._settings["planner"]
+        engines = 1 if self._aggregated else up.prefill + up.decode
+        if planner.autoscale:
+            engines = max(engines, planner.worker_budget)
+        gpu, self._next_gpu = self._next_gpu, self._next_gpu + 1
+        ports = free_ports(2)
+        return worker_spec(
+            self._settings,
+            self._machine,
+            role=role,
+            index=index,
+            gpu=gpu,
+            num_engines=engines,
+            ports=(ports[0], ports[1]),
+            redis=self._redis_url,
+            ticket_keys=self._ticket_keys,
+        )
+
+    def _new_router(self, addresses: list[str]) -> ProcessSpec:
+        given = self._settings["router"].admin_port
+        return router_spec(
+            self._settings,
+            admin_port=given or free_ports(1)[0],
+            redis=self._redis_url,
+            ticket_keys=self._ticket_keys,
+            workers=addresses,
+            supervisor=str(self._control),
+        )
+
+    async def _start_redis(self) -> None:
+        if self._redis_url is None:
+            self._redis = EmbeddedRedis(self._directory / "redis")
+            self._redis_url = await asyncio.to_thread(self._redis.start)
+            self._say("directory: ready")
+
+    async def _spawn(self, spec: ProcessSpec) -> None:
+        child = Child(spec, self._log_directory)
+        self._children[spec.name] = child
+        await child.start()
+
+    async def _wait_first_ready(self, name: str) -> None:
+        await self._children[name].wait_ready(self._settings["up"].ready_timeout_s)
+        self._say(f"{name}: ready")
+
+    async def _watch(self, name: str) -> None:
+        """Start the process again when it ends unasked, ever more slowly."""
+        backoff_s = _FIRST_BACKOFF_S
+        while True:
+            started = asyncio.get_running_loop().time()
+            code = await self._children[name].wait()
+            if name in self._stopping:
+                return
+            if asyncio.get_running_loop().time() - started > _MOST_BACKOFF_S:
+                backoff_s = _FIRST_BACKOFF_S
+            self._say(f"{name}: ended with code {code}; again in {backoff_s:.0f} s")
+            await self._children[name].stop(0.0)
+            await asyncio.sleep(backoff_s)
+            backoff_s = min(2 * backoff_s, _MOST_BACKOFF_S)
+            await self._children[name].start()
+
+    async def _drain(self, name: str) -> None:
+        child = self._children[name]
+        await child.stop(self._settings["worker"].drain_s + self._settings["up"].stop_timeout_s)
+        self._children.pop(name, None)
+        self._watchers.pop(name).cancel()
+        self._stopping.discard(name)
+
+    def _pool(self, pool: str) -> list[str]:
+        names = [n for n in self._children if n.startswith(pool + "-") and n not in self._stopping]
+        return sorted(names, key=lambda name: int(name.rsplit("-", 1)[1]))
+
+    def _free_index(self, pool: str) -> int:
+        taken = {int(n.rsplit("-", 1)[1]) for n in self._children if n.startswith(pool + "-")}
+        return next(i for i in range(len(taken) + 1) if i not in taken)
+
+    def _write_ticket_keys(self) -> None:
+        path = Path(self._ticket_keys)
+        path.touch(mode=0o600)
+        path.write_text(f"k1:{secrets.token_hex(32)}\n")
+
+    async def _serve_control(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        try:
+            while line := await reader.readline():
+                answer = await self._answer(line)
+                writer.write(json.dumps(answer).encode() + b"\n")
+                await writer.drain()
+        except (ConnectionError, ValueError):
+            log.warning("a control connection broke")
+        finally:
+            writer.close()
+
+    async def _answer(self, line: bytes) -> dict[str, Any]:
+        try:
+            order = json.loads(line)
+            pool, replicas = str(order["pool"]), int(order["replicas"])
+            if pool not in ("prefill", "decode") or not 0 <= replicas <= 64:
+                raise ValueError
+            return {"pool": pool, "replicas": await self.scale(pool, replicas)}
+        except (KeyError, TypeError, ValueError):
+            return {"error": "expected {pool: prefill|decode, replicas: 0..64}"}
+        except DiptychError as error:
+            return {"error": error.message}
+
+
+def _stop_order(names: list[str]) -> list[list[str]]:
+    """The router, then the workers, then the store."""
+    router = [n for n in names if n == "router"]
+    store = [n for n in names if n == "kvstore"]
+    workers = [n for n in names if n not in ("router", "kvstore")]
+    return [group for group in (router, workers, store) if group]

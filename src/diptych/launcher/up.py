@@ -1,0 +1,108 @@
+"""`diptych up` and `diptych serve`: everything on one machine, until Ctrl-C."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from diptych.config_sources import Settings
+from diptych.errors import ConfigError, DiptychError, UnavailableError
+from diptych.launcher.supervisor import Supervisor
+from diptych.models.fetch import resolve_model
+
+
+def run(settings: Settings, *, aggregated: bool = False) -> int:
+    """Run until SIGINT or SIGTERM; returns 0 after a clean stop.
+
+    Raises:
+        DiptychError: something did not start; nothing is left running.
+    """
+    _check_port(settings["router"].host, settings["router"].port)
+    say(f"model {settings['engine'].model}")
+    resolve_model(settings["engine"].model, settings["engine"].revision)
+    directory = Path(tempfile.mkdtemp(prefix="diptych-"))
+    try:
+        return asyncio.run(_run(settings, directory, aggregated))
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+async def _run(settings: Settings, directory: Path, aggregated: bool) -> int:
+    logs = Path(settings["up"].log_dir or directory / "logs")
+    logs.mkdir(parents=True, exist_ok=True)
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop.set)
+    supervisor = Supervisor(settings, directory, logs, say, aggregated=aggregated)
+    started = time.monotonic()
+    try:
+        if await _start_unless_stopped(supervisor, stop):
+            say(f"all ready after {time.monotonic() - started:.1f} s")
+            _print_invitation(settings)
+            await stop.wait()
+        say("stopping")
+    finally:
+        await supervisor.stop()
+    say("stopped")
+    return 0
+
+
+async def _start_unless_stopped(supervisor: Supervisor, stop: asyncio.Event) -> bool:
+    """True once all is ready, False if a signal came first."""
+    starting = asyncio.create_task(supervisor.start())
+    stopped = asyncio.create_task(stop.wait())
+    await asyncio.wait({starting, stopped}, return_when=asyncio.FIRST_COMPLETED)
+    stopped.cancel()
+    if not starting.done():
+        starting.cancel()
+        with contextlib.suppress(asyncio.CancelledError, ExceptionGroup):
+            await starting
+        return False
+    try:
+        starting.result()
+    except ExceptionGroup as group:
+        named = [e for e in group.exceptions if isinstance(e, DiptychError)]
+        raise UnavailableError("\n".join(e.message for e in named) or str(group)) from None
+    return True
+
+
+def say(text: str) -> None:
+    """A line for the person who waits."""
+    print(f"diptych: {text}", file=sys.stderr, flush=True)
+
+
+def _print_invitation(settings: Settings) -> None:
+    router = settings["router"]
+    host = "127.0.0.1" if router.host in ("0.0.0.0", "::") else router.host
+    model = settings["engine"].served_model_name or settings["engine"].model
+    url = f"http://{host}:{router.port}"
+    body = (
+        f'{{"model": "{model}", "temperature": 0, "messages": '
+        '[{"role": "user", "content": "What is the capital of France?"}]}'
+    )
+    print(
+        f"\n{url}\n\ncurl {url}/v1/chat/completions -H 'Content-Type: application/json' \\\n"
+        f"  -d '{body}'\n",
+        flush=True,
+    )
+
+
+def _check_port(host: str, port: int) -> None:
+    """Say at once that the port is taken, rather than after the model has loaded."""
+    try:
+        with socket.create_server((host, port)):
+            pass
+    except OSError as error:
+        raise ConfigError(
+            f"cannot listen on {host}:{port}: {os.strerror(error.errno or 0)}; "
+            "another server may be running, or choose --port"
+        ) from None
