@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 import urllib.error
@@ -79,10 +80,8 @@ class _Server:
         except urllib.error.HTTPError as error:
             with error:
                 text = error.read().decode(errors="replace")
-            try:
+            with contextlib.suppress(ValueError, KeyError, TypeError):
                 text = json.loads(text)["error"]["message"]
-            except (ValueError, KeyError, TypeError):
-                pass
             raise UnavailableError(f"HTTP {error.code}: {text}") from None
         except OSError as error:
             raise UnavailableError(f"{self._url} cannot be reached: {error}") from None

@@ -49,7 +49,7 @@ class Child:
         return self._process.returncode if self._process else None
 
     async def start(self) -> None:
-        """Spawn it in a session of its own, so that a terminal's Ctrl-C reaches the launcher only."""
+        """Spawn it in a session of its own: a terminal's Ctrl-C reaches the launcher only."""
         self._config.touch(mode=0o600)
         self._config.write_text(yaml.safe_dump(self.spec.sections, sort_keys=False))
         environment = {
