@@ -1,0 +1,62 @@
+"""How one machine is shared out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from diptych.config_sources import SECTIONS, load
+from diptych.launcher.plan import Machine, router_spec, worker_spec
+
+
+def worker(machine: Machine, **changes: Any) -> Any:
+    settings = load(tuple(SECTIONS), changes.pop("flags", {}), {})
+    values: dict[str, Any] = {
+        "role": "decode",
+        "index": 1,
+        "gpu": 3,
+        "num_engines": 2,
+        "ports": (7001, 7002),
+        "redis": "redis://x",
+        "ticket_keys": "/keys",
+    }
+    return worker_spec(settings, machine, **{**values, **changes})
+
+
+@pytest.mark.parametrize(("cores", "engines", "threads"), [(2, 2, 1), (8, 2, 4), (1, 4, 1)])
+def test_engines_share_the_cores(cores: int, engines: int, threads: int) -> None:
+    spec = worker(Machine(cores, 0), num_engines=engines)
+
+    assert spec.sections["engine"]["num_threads"] == threads
+    assert spec.environment == {"OMP_NUM_THREADS": str(threads)}
+
+
+def test_each_worker_gets_a_gpu_and_sharers_divide_its_memory() -> None:
+    spec = worker(Machine(32, 2), num_engines=4)
+
+    assert spec.environment == {"CUDA_VISIBLE_DEVICES": "1"}
+    assert spec.sections["engine"]["gpu_memory_utilization"] == pytest.approx(0.45)
+
+
+def test_a_cpu_engine_on_a_gpu_machine_takes_no_gpu() -> None:
+    spec = worker(Machine(32, 2), flags={"engine.device": "cpu"})
+
+    assert "CUDA_VISIBLE_DEVICES" not in spec.environment
+
+
+def test_what_a_spec_holds_is_a_configuration_that_loads() -> None:
+    settings = load(tuple(SECTIONS), {}, {})
+    router = router_spec(
+        settings,
+        admin_port=9,
+        redis=None,
+        ticket_keys="/keys",
+        workers=["a:1"],
+        supervisor="/sock",
+    )
+
+    for spec in (worker(Machine(2, 0)), router):
+        for section, values in spec.sections.items():
+            load((section,), {f"{section}.{k}": v for k, v in values.items()}, {})
+    assert router.sections["router"]["workers"] == ["a:1"]

@@ -1,0 +1,71 @@
+"""The command line is quick, complete and clear about mistakes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+COMMANDS = ("up", "serve", "router", "prefill", "decode", "worker", "kvstore", "chat", "config")
+
+
+def run(*argv: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-P", "-m", "diptych.cli", *argv],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**__import__("os").environ, **environment},
+    )
+
+
+@pytest.mark.parametrize("argv", [[], ["router"], ["prefill"], ["up"], ["bench"]])
+def test_help_imports_neither_torch_nor_the_services(argv: list[str]) -> None:
+    code = (
+        "import sys\nfrom diptych.cli import main\n"
+        f"try:\n    main({[*argv, '--help']!r})\nexcept SystemExit:\n    pass\n"
+        "print([m for m in sys.modules if m.split('.')[0] in ('torch', 'transformers', 'aiohttp')])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", code], capture_output=True, text=True, timeout=60
+    )
+
+    assert done.stdout.rstrip().endswith("[]"), done.stdout + done.stderr
+
+
+def test_import_diptych_leaves_torch_out() -> None:
+    code = "import sys, diptych; print('torch' in sys.modules, 'numpy' in sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", code], capture_output=True, text=True, timeout=60
+    )
+
+    assert done.stdout.strip() == "False False"
+
+
+def test_help_names_every_command() -> None:
+    text = run("--help").stdout
+
+    assert all(name in text for name in COMMANDS)
+
+
+def test_config_show_prints_what_the_environment_gives() -> None:
+    assert "port: 9999" in run("config", "show", DIPTYCH_ROUTER_PORT="9999").stdout
+
+
+@pytest.mark.parametrize(
+    ("argv", "environment", "message"),
+    [
+        (["router", "--port", "x"], {}, "router.port must be a whole number"),
+        (["config", "show"], {"DIPTYCH_ENGINE_MODLE": "x"}, "DIPTYCH_ENGINE_MODLE"),
+        (["config", "show", "--config", "/nowhere.yaml"], {}, "/nowhere.yaml cannot be read"),
+    ],
+)
+def test_a_mistake_is_one_clear_line(
+    argv: list[str], environment: dict[str, str], message: str
+) -> None:
+    done = run(*argv, **environment)
+
+    assert done.returncode == 1
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
