@@ -16,6 +16,7 @@ _BENCHES = ("latency", "throughput", "kernels", "kvstore")
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command; returns its exit code (1: it failed with a message, 2: bad usage)."""
+    _die_with_parent()
     argv = sys.argv[1:] if argv is None else argv
     args = _parser(argv).parse_args(argv)
     try:
@@ -179,6 +180,16 @@ def _config_show(args: Any) -> int:
     settings = load(tuple(SECTIONS), {}, os.environ, args.config)
     sys.stdout.write(yaml.safe_dump(settings.as_dict(), sort_keys=False))
     return 0
+
+
+def _die_with_parent() -> None:
+    """A process of the launcher gets SIGTERM when the launcher is gone, however it went."""
+    if os.environ.pop("DIPTYCH_DIE_WITH_PARENT", None):
+        import ctypes
+        import signal
+
+        set_parent_death_signal = 1
+        ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGTERM)
 
 
 def _code(result: int | None) -> int:

@@ -181,6 +181,7 @@ class PlannerConfig:
     kv_high: float = _flag(0.85, "KV use at which the decode pool grows")
     kv_low: float = _flag(0.40, "KV use under which the decode pool may shrink")
     kubernetes_namespace: str | None = _flag(None, "namespace; the pod's own if absent")
+    pending_timeout_s: float = _flag(600.0, "seconds after which a starting worker is not counted")
     supervisor: str | None = _flag(None, "unix socket of the launcher that starts local workers")
     prefill_target: str = _flag(
         "apps/v1/Deployment/diptych-prefill", "group/version/kind/name to scale"

@@ -1,7 +1,8 @@
 """Starts the processes of one machine, keeps them running, scales the pools, stops all of it.
 
 The router's planner asks for pool sizes over a unix socket, one JSON object a line:
-`{"pool": "prefill", "replicas": 2}` → `{"pool": …, "replicas": 2}` or `{"error": …}`.
+`{"pool": "prefill", "replicas": 2}` → `{"pool": …, "replicas": 2}` or `{"error": …}`; without
+`replicas` it only asks.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ log = logging.getLogger(__name__)
 _FIRST_BACKOFF_S = 1.0
 _MOST_BACKOFF_S = 30.0
 _LONGEST_LINE = 4096
+_MOST_WORKERS = 64
 
 
 class Supervisor:
@@ -73,7 +75,7 @@ class Supervisor:
             self._serve_control, str(self._control), limit=_LONGEST_LINE
         )
         if not self._aggregated:
-            await self._start_redis()
+            self._start_redis()
         specs = self._specs()
         for spec in specs:
             await self._spawn(spec)
@@ -156,10 +158,11 @@ class Supervisor:
             supervisor=str(self._control),
         )
 
-    async def _start_redis(self) -> None:
+    def _start_redis(self) -> None:
         if self._redis_url is None:
-            self._redis = EmbeddedRedis(self._directory / "redis")
-            self._redis_url = await asyncio.to_thread(self._redis.start)
+            self._redis = EmbeddedRedis()
+            # Here, not in a helper thread: the server ends with the thread that started it.
+            self._redis_url = self._redis.start()
             self._say("directory: ready")
 
     async def _spawn(self, spec: ProcessSpec) -> None:
@@ -223,12 +226,15 @@ class Supervisor:
     async def _answer(self, line: bytes) -> dict[str, Any]:
         try:
             order = json.loads(line)
-            pool, replicas = str(order["pool"]), int(order["replicas"])
-            if pool not in ("prefill", "decode") or not 0 <= replicas <= 64:
+            pool = str(order["pool"])
+            if pool not in ("prefill", "decode"):
+                raise ValueError
+            replicas = int(order.get("replicas", len(self._pool(pool))))
+            if not 0 <= replicas <= _MOST_WORKERS:
                 raise ValueError
             return {"pool": pool, "replicas": await self.scale(pool, replicas)}
-        except (KeyError, TypeError, ValueError):
-            return {"error": "expected {pool: prefill|decode, replicas: 0..64}"}
+        except (AttributeError, KeyError, TypeError, ValueError):
+            return {"error": "expected pool prefill or decode, replicas 0 to 64"}
         except DiptychError as error:
             return {"error": error.message}
 
