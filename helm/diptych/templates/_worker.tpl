@@ -1,0 +1,161 @@
+{{/* One worker pool: configuration, Deployment, headless Service. Takes (root, pool). */}}
+{{- define "diptych.workerPool" -}}
+{{- $root := index . 0 -}}
+{{- $pool := index . 1 -}}
+{{- $values := include "diptych.pool" . | fromYaml -}}
+{{- $fullname := printf "%s-%s" (include "diptych.fullname" $root) $pool -}}
+{{- $config := include "diptych.workerConfig" (list $root $values) -}}
+apiVersion: v1
+kind: ConfigMap
+metadata:
+  name: {{ $fullname }}
+  labels: {{- include "diptych.labels" . | nindent 4 }}
+data:
+  config.yaml: | {{- $config | nindent 4 }}
+---
+apiVersion: apps/v1
+kind: Deployment
+metadata:
+  name: {{ $fullname }}
+  labels: {{- include "diptych.labels" . | nindent 4 }}
+spec:
+  {{- if not $root.Values.autoscaling.enabled }}
+  replicas: {{ $values.replicas }}
+  {{- end }}
+  progressDeadlineSeconds: {{ add $root.Values.model.loadTimeoutSeconds 300 }}
+  strategy: {{- toYaml $values.strategy | nindent 4 }}
+  selector:
+    matchLabels: {{- include "diptych.selector" . | nindent 6 }}
+  template:
+    metadata:
+      labels: {{- include "diptych.labels" . | nindent 8 }}
+        {{- with $values.podLabels }}{{ toYaml . | nindent 8 }}{{- end }}
+      annotations:
+        checksum/config: {{ $config | sha256sum }}
+        {{- with $values.podAnnotations }}{{ toYaml . | nindent 8 }}{{- end }}
+    spec:
+      serviceAccountName: {{ include "diptych.serviceAccount" . }}
+      automountServiceAccountToken: false
+      enableServiceLinks: false
+      securityContext: {{- toYaml $root.Values.podSecurityContext | nindent 8 }}
+      terminationGracePeriodSeconds: {{ add $values.preStopSleepSeconds $values.drainSeconds 15 }}
+      {{- with $root.Values.imagePullSecrets }}
+      imagePullSecrets: {{- toYaml . | nindent 8 }}
+      {{- end }}
+      {{- with $values.runtimeClassName }}
+      runtimeClassName: {{ . }}
+      {{- end }}
+      {{- with $values.priorityClassName }}
+      priorityClassName: {{ . }}
+      {{- end }}
+      {{- with $values.nodeSelector }}
+      nodeSelector: {{- toYaml . | nindent 8 }}
+      {{- end }}
+      {{- with $values.tolerations }}
+      tolerations: {{- toYaml . | nindent 8 }}
+      {{- end }}
+      {{- with $values.affinity }}
+      affinity: {{- toYaml . | nindent 8 }}
+      {{- end }}
+      {{- with $values.topologySpreadConstraints }}
+      topologySpreadConstraints: {{- toYaml . | nindent 8 }}
+      {{- end }}
+      containers:
+        - name: {{ $pool }}
+          image: {{ include "diptych.image" (list $root.Values.image $root.Chart.AppVersion) | quote }}
+          imagePullPolicy: {{ $root.Values.image.pullPolicy }}
+          args: [{{ $pool }}, --config, /etc/diptych/config.yaml]
+          env: {{- include "diptych.env" $root | nindent 12 }}
+            - name: DIPTYCH_WORKER_ADVERTISE_ADDRESS
+              value: $(POD_IP):7001
+            - name: DIPTYCH_WORKER_WORKER_ID
+              value: $(POD_NAME)
+            {{- with $values.env }}{{ toYaml . | nindent 12 }}{{- end }}
+          ports:
+            - {name: grpc, containerPort: 7001, protocol: TCP}
+            - {name: admin, containerPort: 7002, protocol: TCP}
+          {{- include "diptych.probes" $root | nindent 10 }}
+          lifecycle:
+            preStop:
+              exec: {command: [sleep, {{ $values.preStopSleepSeconds | quote }}]}
+          resources: {{- include "diptych.workerResources" $values | nindent 12 }}
+          securityContext: {{- toYaml $root.Values.securityContext | nindent 12 }}
+          volumeMounts:
+            - {name: config, mountPath: /etc/diptych, readOnly: true}
+            - {name: tickets, mountPath: /etc/diptych-tickets, readOnly: true}
+            - {name: cache, mountPath: /cache}
+            - {name: tmp, mountPath: /tmp}
+            - {name: shm, mountPath: /dev/shm}
+            {{- with $values.extraVolumeMounts }}{{ toYaml . | nindent 12 }}{{- end }}
+      volumes:
+        - name: config
+          configMap: {name: {{ $fullname }}}
+        - name: tickets
+          secret: {secretName: {{ include "diptych.ticketSecret" $root }}}
+        {{- include "diptych.cacheVolume" $root | nindent 8 }}
+        - name: tmp
+          emptyDir: {}
+        - name: shm
+          emptyDir: {medium: Memory, sizeLimit: {{ $values.shm.sizeLimit }}}
+        {{- with $values.extraVolumes }}{{ toYaml . | nindent 8 }}{{- end }}
+---
+apiVersion: v1
+kind: Service
+metadata:
+  name: {{ $fullname }}
+  labels: {{- include "diptych.labels" . | nindent 4 }}
+spec:
+  clusterIP: None
+  publishNotReadyAddresses: false
+  selector: {{- include "diptych.selector" . | nindent 4 }}
+  ports:
+    - {name: grpc, port: 7001, targetPort: grpc, protocol: TCP, appProtocol: grpc}
+    - {name: admin, port: 7002, targetPort: admin, protocol: TCP}
+{{- if $root.Values.serviceAccount.create }}
+---
+apiVersion: v1
+kind: ServiceAccount
+metadata:
+  name: {{ $fullname }}
+  labels: {{- include "diptych.labels" . | nindent 4 }}
+  {{- with $root.Values.serviceAccount.annotations }}
+  annotations: {{- toYaml . | nindent 4 }}
+  {{- end }}
+automountServiceAccountToken: false
+{{- end }}
+{{- if $values.pdb.enabled }}
+---
+apiVersion: policy/v1
+kind: PodDisruptionBudget
+metadata:
+  name: {{ $fullname }}
+  labels: {{- include "diptych.labels" . | nindent 4 }}
+spec:
+  maxUnavailable: {{ $values.pdb.maxUnavailable }}
+  selector:
+    matchLabels: {{- include "diptych.selector" . | nindent 6 }}
+{{- end }}
+{{- end -}}
+
+{{- define "diptych.workerConfig" -}}
+{{- $root := index . 0 -}}
+{{- $values := index . 1 -}}
+engine: {{- include "diptych.engine" (list $root $values.engine) | nindent 2 }}
+worker:
+  host: 0.0.0.0
+  port: 7001
+  admin_port: 7002
+  drain_s: {{ $values.drainSeconds }}
+  ticket_keys: /etc/diptych-tickets/ticket-keys
+{{- end -}}
+
+{{/* Requests and limits; a GPU stands in both, equal and quoted. */}}
+{{- define "diptych.workerResources" -}}
+{{- $resources := deepCopy .resources -}}
+{{- if .accelerator.resourceName -}}
+{{- $gpu := dict .accelerator.resourceName (toString .accelerator.count) -}}
+{{- $_ := set $resources "limits" (mergeOverwrite (default dict $resources.limits) $gpu) -}}
+{{- $_ := set $resources "requests" (mergeOverwrite (default dict $resources.requests) $gpu) -}}
+{{- end -}}
+{{- toYaml $resources -}}
+{{- end -}}
