@@ -6,6 +6,7 @@ import argparse
 import os
 import sys
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any
 
 from diptych.config_sources import Settings, add_flags, load
@@ -92,9 +93,7 @@ def _add_bench(commands: Any, argv: list[str]) -> None:
     for name in _BENCHES:
         sub = kinds.add_parser(name, help=f"measure {name}")
         if argv[:2] == ["bench", name]:
-            import importlib
-
-            module = importlib.import_module(f"diptych.bench.{name}")
+            module = import_module(f"diptych.bench.{name}")
             module.add_arguments(sub)
             sub.set_defaults(run=module.main)
 
@@ -121,8 +120,7 @@ def _serve(args: Any) -> int:
 
 
 def _router(args: Any) -> int:
-    from diptych.services.router import main as router
-
+    router = import_module("diptych.services.router.main")
     settings = _settings(args, "router", "redis", "planner", "engine")
     return _code(
         router.run(settings["router"], settings["redis"], settings["planner"], settings["engine"])
@@ -130,22 +128,19 @@ def _router(args: Any) -> int:
 
 
 def _prefill(args: Any) -> int:
-    from diptych.services.prefill import main as prefill
-
+    prefill = import_module("diptych.services.prefill.main")
     settings = _settings(args, "worker", "engine", "redis")
     return _code(prefill.run(settings["worker"], settings["engine"], settings["redis"]))
 
 
 def _decode(args: Any) -> int:
-    from diptych.services.decode import main as decode
-
+    decode = import_module("diptych.services.decode.main")
     settings = _settings(args, "worker", "engine", "redis")
     return _code(decode.run(settings["worker"], settings["engine"], settings["redis"]))
 
 
 def _worker(args: Any) -> int:
-    from diptych.worker import main as worker
-
+    worker = import_module("diptych.worker.main")
     settings = _settings(args, "worker", "engine", "redis")
     return _code(
         worker.run("aggregated", settings["worker"], settings["engine"], settings["redis"])
@@ -153,8 +148,7 @@ def _worker(args: Any) -> int:
 
 
 def _kvstore(args: Any) -> int:
-    from diptych.services.kvstore import main as kvstore
-
+    kvstore = import_module("diptych.services.kvstore.main")
     settings = _settings(args, "kvstore", "redis")
     return _code(kvstore.run(settings["kvstore"], settings["redis"]))
 
