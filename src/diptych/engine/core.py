@@ -1,0 +1,174 @@
+"""The engine core: schedule, execute, update."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import logging
+from collections.abc import Iterable
+
+import msgspec
+
+from diptych.config import EngineConfig
+from diptych.connectors.base import KVConnectorScheduler
+from diptych.engine.request import EngineCoreOutputs, EngineCoreRequest, SchedulerStats
+from diptych.engine.scheduler import Scheduler
+from diptych.engine.step import Executor, ModelRunnerOutput, SchedulerOutput
+from diptych.errors import ConfigError, EngineDeadError
+
+logger = logging.getLogger(__name__)
+
+
+class EngineState(enum.Enum):
+    """Whether the engine can still step."""
+
+    READY = "ready"
+    FAILED = "failed"
+    CLOSED = "closed"
+
+
+class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """What others need to know of an engine."""
+
+    kv_namespace: str
+    max_model_len: int
+    num_kv_blocks: int
+    block_size: int
+    max_num_seqs: int
+    max_num_queued_reqs: int
+
+
+class EngineCore:
+    """One engine, driven by whoever calls `step`. Not thread-safe."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        executor: Executor,
+        connector: KVConnectorScheduler | None = None,
+    ) -> None:
+        self._executor = executor
+        self._connector = connector
+        self._scheduler = Scheduler(config, executor.kv_layout, executor.kv_namespace, connector)
+        self._last_stats = self._scheduler.stats
+        self._computed_nothing = False
+        self._failure: str | None = None
+        self.state = EngineState.READY
+        self.info = EngineInfo(
+            kv_namespace=executor.kv_namespace.hex(),
+            max_model_len=self._scheduler.max_model_len,
+            num_kv_blocks=executor.kv_layout.num_blocks,
+            block_size=executor.kv_layout.block_size,
+            max_num_seqs=self._scheduler.max_num_seqs,
+            max_num_queued_reqs=config.max_num_queued_reqs,
+        )
+
+    @property
+    def has_work(self) -> bool:
+        """Whether `step` has anything to do."""
+        return self.state is EngineState.READY and self._scheduler.has_requests
+
+    @property
+    def is_waiting_for_transfers(self) -> bool:
+        """Whether the last step computed nothing: only the outside can bring work on."""
+        return self._computed_nothing
+
+    @property
+    def stats(self) -> SchedulerStats:
+        return self._scheduler.stats
+
+    def add_request(self, request: EngineCoreRequest) -> None:
+        """Queue a request.
+
+        Raises:
+            InvalidRequestError: it can never run, or its id is in use.
+            CapacityError: the queue is full.
+            EngineDeadError: the engine has failed.
+        """
+        if self.state is not EngineState.READY:
+            raise EngineDeadError(f"the engine is {self.state.value}: {self._failure}")
+        self._scheduler.add_request(request)
+
+    def abort(self, request_ids: Iterable[str]) -> None:
+        """End requests; each that was known gets a last entry in the next step's outputs."""
+        self._scheduler.abort_requests(request_ids)
+
+    def step(self) -> EngineCoreOutputs | None:
+        """Run one step; None if there is nothing to report.
+
+        If the executor fails, every request ends with an error entry and the state is FAILED.
+        """
+        step = self._scheduler.schedule()
+        self._computed_nothing = not step.num_scheduled_tokens
+        try:
+            output = self._execute(step)
+        except Exception as error:
+            logger.exception("the executor failed")
+            return self._fail(error)
+        return self._changed(self._scheduler.update_from_output(step, output))
+
+    def close(self) -> None:
+        """Release the device and the connector. Idempotent."""
+        if self.state is not EngineState.CLOSED:
+            self.state = EngineState.CLOSED
+            self._executor.shutdown()
+
+    def _execute(self, step: SchedulerOutput) -> ModelRunnerOutput:
+        if self._computed_nothing and self._connector is None:
+            return ModelRunnerOutput()
+        return self._executor.execute_model(step)
+
+    def _fail(self, error: Exception) -> EngineCoreOutputs:
+        self.state = EngineState.FAILED
+        self._failure = f"{type(error).__name__}: {error}"
+        return self._scheduler.fail_requests(f"the engine failed: {self._failure}")
+
+    def _changed(self, outputs: EngineCoreOutputs) -> EngineCoreOutputs | None:
+        """The outputs, unless they have no entry and the state is what was reported last."""
+        if not outputs.request_ids and outputs.stats == self._last_stats:
+            return None
+        self._last_stats = outputs.stats
+        return outputs
+
+
+def make_engine_core(config: EngineConfig) -> EngineCore:
+    """Load the model and build the engine that serves it in this process.
+
+    Raises:
+        ModelLoadError: the model is missing, broken or not supported.
+        ConfigError: a setting does not fit the device or the connector.
+    """
+    from diptych.engine.executor import UniprocExecutor
+    from diptych.models.fetch import resolve_model
+
+    from diptych.connectors import factory
+
+    path = resolve_model(config.model, config.revision)
+    config = resolve_config(dataclasses.replace(config, model=str(path)))
+    executor = UniprocExecutor(config, factory.make_worker_connector(config))
+    connector = factory.make_scheduler_connector(config, executor.kv_layout, executor.kv_namespace)
+    return EngineCore(config, executor, connector)
+
+
+def resolve_config(config: EngineConfig) -> EngineConfig:
+    """Fill in what depends on the device, and give torch its threads.
+
+    Raises:
+        ConfigError: the device is not there.
+    """
+    import torch
+
+    if config.num_threads is not None:
+        torch.set_num_threads(config.num_threads)
+    has_gpu = torch.cuda.is_available()
+    device = ("cuda" if has_gpu else "cpu") if config.device == "auto" else config.device
+    on_gpu = device != "cpu"
+    if on_gpu and not has_gpu:
+        raise ConfigError(f"device {device} was asked for, but torch sees no GPU")
+    return dataclasses.replace(
+        config,
+        device=device,
+        block_size=config.block_size or (64 if on_gpu else 16),
+        max_num_batched_tokens=config.max_num_batched_tokens or (8192 if on_gpu else 2048),
+        max_num_seqs=config.max_num_seqs or (256 if on_gpu else 64),
+    )

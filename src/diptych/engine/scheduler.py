@@ -1,0 +1,343 @@
+"""What each step computes: tokens under a budget, not a prefill phase and a decode phase.
+
+A request's tokens are its prompt and its output so far. A step computes, for each request in it,
+the next of those that have no KV yet; where it reaches the last, the runner samples one more.
+Running requests come first, in order (arrival, or priority), then waiting ones as far as tokens,
+places and blocks reach.
+"""
+
+from __future__ import annotations
+
+import bisect
+import logging
+from collections.abc import Iterable
+
+from diptych.config import EngineConfig
+from diptych.connectors.base import KVConnectorScheduler, KVLayout
+from diptych.engine.kv_cache_manager import ComputedBlocks, KVCacheManager
+from diptych.engine.limits import check_request
+from diptych.engine.outputs_builder import OutputsBuilder
+from diptych.engine.remote_kv import RemoteKV
+from diptych.engine.request import EngineCoreOutputs, EngineCoreRequest, SchedulerStats
+from diptych.engine.request_queue import OrderKey, RequestQueue, order_key
+from diptych.engine.scheduler_counters import SchedulerCounters
+from diptych.engine.scheduler_request import RequestStatus, SchedulerRequest
+from diptych.engine.step import (
+    ModelRunnerOutput,
+    NewRequest,
+    RunningRequest,
+    SchedulerOutput,
+)
+from diptych.errors import CapacityError, InvalidRequestError
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_MAX_NUM_BATCHED_TOKENS = 2048
+DEFAULT_MAX_NUM_SEQS = 64
+
+
+class Scheduler:
+    """Owns all requests and all KV blocks of one engine. Not thread-safe."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        kv_layout: KVLayout,
+        namespace: bytes,
+        connector: KVConnectorScheduler | None = None,
+    ) -> None:
+        self._config = config
+        self._namespace = namespace
+        self._max_tokens = config.max_num_batched_tokens or DEFAULT_MAX_NUM_BATCHED_TOKENS
+        self.max_num_seqs = config.max_num_seqs or DEFAULT_MAX_NUM_SEQS
+        self._kv = KVCacheManager(
+            num_blocks=kv_layout.num_blocks,
+            block_size=kv_layout.block_size,
+            enable_caching=config.enable_prefix_caching,
+        )
+        capacity = self._kv.capacity_tokens
+        self.max_model_len = min(config.max_model_len or capacity, capacity)
+        self._counters = SchedulerCounters()
+        self._outputs = OutputsBuilder()
+        self._remote = RemoteKV(connector, self._kv, self._outputs, self._counters, namespace)
+        self._requests: dict[str, SchedulerRequest] = {}
+        self._waiting = RequestQueue(config.scheduling_policy)
+        self._running: list[SchedulerRequest] = []
+        self._left_batch: list[str] = []
+        self._num_arrived = 0
+
+    # --- what comes in
+
+    def add_request(self, request: EngineCoreRequest) -> None:
+        """Queue a request.
+
+        Raises:
+            InvalidRequestError: it can never run, or its id is in use.
+            CapacityError: the queue is full.
+        """
+        check_request(request, self.max_model_len)
+        if request.request_id in self._requests or self._remote.knows(request.request_id):
+            raise InvalidRequestError(f"request id {request.request_id} is in use")
+        if len(self._waiting) >= self._config.max_num_queued_reqs:
+            raise CapacityError(f"{len(self._waiting)} requests wait already")
+        self._num_arrived += 1
+        added = SchedulerRequest(
+            request,
+            arrival=self._num_arrived,
+            namespace=self._namespace,
+            max_model_len=self.max_model_len,
+        )
+        if request.output_token_ids and added.check_stop():
+            self._outputs.add_end(added)  # it had ended before it was sent here
+            return
+        self._requests[added.request_id] = added
+        self._waiting.push(added)
+
+    def abort_requests(self, request_ids: Iterable[str]) -> None:
+        """End requests wherever they stand; ids that are not known are ignored."""
+        for request_id in request_ids:
+            request = self._requests.get(request_id)
+            if request is not None:
+                self._finish(request, RequestStatus.FINISHED_ABORTED)
+                self._outputs.add_end(request)
+            else:
+                self._remote.abort_save(request_id)
+
+    def fail_requests(self, error: str) -> EngineCoreOutputs:
+        """End all requests with an error: the step that held them has failed."""
+        for request in list(self._requests.values()):
+            self._finish(request, RequestStatus.FINISHED_ERROR)
+            self._outputs.add_end(request, error)
+        self._remote.fail_saves(error)
+        return self._outputs.build(self.stats)
+
+    # --- state
+
+    @property
+    def has_requests(self) -> bool:
+        """Whether a step would do anything: work, transfers to wait for, or ends to report."""
+        return bool(self._requests or self._remote.active or len(self._outputs))
+
+    @property
+    def stats(self) -> SchedulerStats:
+        """State now, counters since the start."""
+        pending = sum(r.num_pending_prompt_tokens for r in self._running)
+        return self._counters.stats(
+            num_running=len(self._running),
+            num_waiting=len(self._waiting) + len(self._remote.loading),
+            num_pending_tokens=pending + self._waiting.num_pending_tokens,
+            num_kv_blocks=self._kv.pool.num_blocks,
+            num_free_kv_blocks=self._kv.pool.num_free,
+        )
+
+    # --- a step
+
+    def schedule(self) -> SchedulerOutput:
+        """Choose the next step. Without anything to compute it only serves the connector."""
+        step = SchedulerOutput()
+        preemptions = self._counters.num_preemptions
+        budget = self._schedule_running(step, self._max_tokens)
+        if self._counters.num_preemptions == preemptions:
+            self._schedule_waiting(step, budget)
+        step.finished_request_ids, self._left_batch = self._left_batch, []
+        step.kv_connector_metadata = self._remote.build_meta(step, self._requests)
+        return step
+
+    def update_from_output(
+        self, step: SchedulerOutput, output: ModelRunnerOutput
+    ) -> EngineCoreOutputs:
+        """Take a step's results; report tokens and ends."""
+        transfers = output.kv_connector_output
+        failed_loads = transfers.failed_recving if transfers is not None else {}
+        self._counters.num_steps += 1 if step.num_scheduled_tokens else 0
+        for request_id, count in step.num_scheduled_tokens.items():
+            request = self._requests.get(request_id)
+            if request is None or request.status != RequestStatus.RUNNING:
+                continue  # aborted while the step ran
+            if request_id in failed_loads and request.num_external_tokens:
+                self._discard_step(request, failed_loads[request_id])
+            else:
+                self._advance(request, count, output)
+        if transfers is not None:
+            for loaded in self._remote.update(transfers):
+                self._enter_batch(loaded)
+        return self._outputs.build(self.stats)
+
+    # --- choosing
+
+    def _schedule_running(self, step: SchedulerOutput, budget: int) -> int:
+        """Running requests in order; the last ones give way where blocks run out."""
+        index = 0
+        while index < len(self._running) and budget > 0:
+            request = self._running[index]
+            # one token stays for each request behind, so that a long prompt stalls nobody's output
+            behind = len(self._running) - index - 1
+            start = request.num_computed_tokens
+            count = self._num_new_tokens(request, start, max(1, budget - behind))
+            while (new := self._grow(request, count)) is None:
+                if self._preempt_last() is request:
+                    return budget
+            self._put_in_step(step, request, count, new)
+            budget -= count
+            index += 1
+        return budget
+
+    def _grow(self, request: SchedulerRequest, count: int) -> tuple[list[int], ...] | None:
+        return self._kv.allocate_slots(request, request.num_computed_tokens + count)
+
+    def _preempt_last(self) -> SchedulerRequest:
+        """Free the blocks of the latest (or least important) request; it computes anew later."""
+        request = self._running.pop()
+        self._leave_batch(request)
+        self._kv.free(request.request_id)
+        request.rewind()
+        request.status = RequestStatus.PREEMPTED
+        self._counters.num_preemptions += 1
+        self._waiting.push(request)
+        return request
+
+    def _schedule_waiting(self, step: SchedulerOutput, budget: int) -> None:
+        """Waiting requests in order, until one does not fit."""
+        while len(self._waiting) and self._num_placed < self.max_num_seqs:
+            request = self._waiting.peek()
+            computed = self._kv.get_computed_blocks(request)
+            external, is_async = self._remote.match(request, computed.num_tokens)
+            known = computed.num_tokens + external
+            if not is_async and budget <= 0:
+                return
+            # room for all it knows now, not only for its first chunk: else it is preempted soon
+            if not self._kv.can_fit(computed, max(request.num_tokens, known + is_async)):
+                return
+            self._waiting.pop()
+            self._counters.count_admission(request, computed.num_tokens)
+            if is_async:
+                self._admit_to_load(request, computed, external)
+            else:
+                budget -= self._admit_to_compute(step, request, computed, external, budget)
+
+    @property
+    def _num_placed(self) -> int:
+        """Places taken: a request that loads has its place, so that nothing delays it after."""
+        return len(self._running) + len(self._remote.loading)
+
+    def _admit_to_load(
+        self, request: SchedulerRequest, computed: ComputedBlocks, external: int
+    ) -> None:
+        """Park the request with all its blocks and its next slot until its KV has arrived."""
+        slots = max(request.num_tokens, computed.num_tokens + external + 1)
+        self._kv.allocate_slots(request, slots, computed)
+        request.num_computed_tokens = computed.num_tokens
+        self._remote.start_load(request, external)
+
+    def _admit_to_compute(
+        self,
+        step: SchedulerOutput,
+        request: SchedulerRequest,
+        computed: ComputedBlocks,
+        external: int,
+        budget: int,
+    ) -> int:
+        """Put the request into this step; returns the tokens it takes of the budget."""
+        known = computed.num_tokens + external
+        start = min(known, request.num_tokens - 1)
+        count = self._num_new_tokens(request, start, budget)
+        blocks = self._kv.allocate_slots(request, max(known, start + count), computed)
+        assert blocks is not None, "can_fit has promised the blocks"
+        request.num_computed_tokens = computed.num_tokens
+        self._remote.note_allocated(request, external)
+        request.num_computed_tokens = start
+        self._enter_batch(request)
+        self._put_in_step(step, request, count, blocks)
+        return count
+
+    def _num_new_tokens(self, request: SchedulerRequest, start: int, limit: int) -> int:
+        count = min(request.num_tokens - start, limit)
+        threshold = self._config.long_prefill_token_threshold
+        return min(count, threshold) if threshold > 0 else count
+
+    def _put_in_step(
+        self,
+        step: SchedulerOutput,
+        request: SchedulerRequest,
+        count: int,
+        new_block_ids: tuple[list[int], ...],
+    ) -> None:
+        step.num_scheduled_tokens[request.request_id] = count
+        if request.in_batch:
+            step.running_requests.append(
+                RunningRequest(request.request_id, new_block_ids, request.num_computed_tokens)
+            )
+            return
+        request.in_batch = True
+        step.new_requests.append(
+            NewRequest(
+                request_id=request.request_id,
+                token_ids=list(request.all_token_ids),
+                num_prompt_tokens=request.num_prompt_tokens,
+                sampling_params=request.runner_sampling_params,
+                eos_token_ids=request.eos_token_ids,
+                block_ids=self._kv.get_block_ids(request.request_id),
+                num_computed_tokens=request.num_computed_tokens,
+            )
+        )
+
+    # --- results
+
+    def _advance(self, request: SchedulerRequest, count: int, output: ModelRunnerOutput) -> None:
+        """Take one request's share of a step."""
+        self._counters.count_computed(request, count)
+        self._remote.note_loaded_in_step(request)
+        request.num_computed_tokens += count
+        self._kv.cache_blocks(request)
+        request_id = request.request_id
+        if (part := output.prompt_logprobs.get(request_id)) is not None:
+            request.keep_prompt_logprobs(part)
+        sampled = output.sampled_token_ids.get(request_id)
+        if not sampled:
+            return
+        accepted = 0
+        while accepted < len(sampled) and not request.status.is_finished:
+            request.append_output(sampled[accepted])
+            accepted += 1
+        self._counters.generation_tokens += accepted
+        self._report(request, sampled[:accepted], output)
+
+    def _report(
+        self, request: SchedulerRequest, tokens: list[int], output: ModelRunnerOutput
+    ) -> None:
+        logprobs = output.logprobs.get(request.request_id)
+        self._outputs.add_tokens(request, tokens, logprobs)
+        if request.status.is_finished:
+            self._finish(request, request.status)
+        elif request.is_handoff:
+            self._finish(request, RequestStatus.FINISHED_HANDED_OFF)
+
+    def _discard_step(self, request: SchedulerRequest, num_valid_tokens: int) -> None:
+        """A load that this step relied on has failed: compute from what is valid."""
+        self._leave_batch(request)
+        request.num_computed_tokens = self._remote.note_failed_in_step(request, num_valid_tokens)
+
+    def _enter_batch(self, request: SchedulerRequest) -> None:
+        request.status = RequestStatus.RUNNING
+        request.note_cached_tokens()
+        bisect.insort(self._running, request, key=self._order_key)
+
+    def _order_key(self, request: SchedulerRequest) -> OrderKey:
+        return order_key(self._config.scheduling_policy, request)
+
+    def _leave_batch(self, request: SchedulerRequest) -> None:
+        """Have the runner drop the request's row, if it has one."""
+        if request.in_batch:
+            self._left_batch.append(request.request_id)
+            request.in_batch = False
+
+    def _finish(self, request: SchedulerRequest, status: RequestStatus) -> None:
+        """Take the request out of wherever it stands; its blocks are free once nobody reads."""
+        if request.request_id in self._waiting:
+            self._waiting.remove(request.request_id)
+        elif request.request_id not in self._remote.loading:
+            self._running.remove(request)
+        request.status = status
+        self._leave_batch(request)
+        del self._requests[request.request_id]
+        self._remote.end(request)

@@ -1,0 +1,185 @@
+"""One request as the scheduler keeps it."""
+
+from __future__ import annotations
+
+import enum
+
+from diptych.engine.request import (
+    EngineCoreRequest,
+    FinishReason,
+    KVTransferParams,
+    TokenLogprobs,
+)
+from diptych.hashing import HashChain, root_hash
+from diptych.sampling_params import SamplingParams
+
+
+class RequestStatus(enum.IntEnum):
+    """Where a request stands; what comes after PREEMPTED has ended."""
+
+    WAITING = enum.auto()
+    WAITING_FOR_REMOTE_KVS = enum.auto()
+    RUNNING = enum.auto()
+    PREEMPTED = enum.auto()
+    FINISHED_STOPPED = enum.auto()
+    FINISHED_LENGTH_CAPPED = enum.auto()
+    FINISHED_HANDED_OFF = enum.auto()
+    FINISHED_ABORTED = enum.auto()
+    FINISHED_ERROR = enum.auto()
+
+    @property
+    def is_finished(self) -> bool:
+        return self > RequestStatus.PREEMPTED
+
+    @property
+    def finish_reason(self) -> FinishReason:
+        """What the client is told; a handed-off request goes on elsewhere."""
+        return _FINISH_REASONS.get(self, FinishReason.UNSPECIFIED)
+
+
+_FINISH_REASONS = {
+    RequestStatus.FINISHED_STOPPED: FinishReason.STOP,
+    RequestStatus.FINISHED_LENGTH_CAPPED: FinishReason.LENGTH,
+    RequestStatus.FINISHED_ABORTED: FinishReason.ABORT,
+    RequestStatus.FINISHED_ERROR: FinishReason.ERROR,
+}
+
+
+class SchedulerRequest:
+    """Tokens, progress and status of one request; a `connectors.base.RequestView`."""
+
+    def __init__(
+        self, request: EngineCoreRequest, *, arrival: int, namespace: bytes, max_model_len: int
+    ) -> None:
+        self.request_id = request.request_id
+        self.prompt_token_ids = request.prompt_token_ids
+        self.sampling_params = request.sampling_params
+        self.eos_token_ids = request.eos_token_ids
+        self.priority = request.priority
+        self.arrival = arrival
+        self.all_token_ids = [*request.prompt_token_ids, *request.output_token_ids]
+        self.status = RequestStatus.WAITING
+        self.stop_token_id = -1
+        self.num_computed_tokens = 0
+        self.num_local_tokens = 0
+        self.num_external_tokens = 0
+        self.num_cached_tokens = -1
+        self.remote_kv_tried = False
+        self.in_batch = False
+        self._transfer = request.kv_transfer_params
+        self._max_model_len = max_model_len
+        self._chain = HashChain(root_hash(namespace, request.cache_salt))
+        self._prompt_logprobs: list[TokenLogprobs] = []
+        # the hand-off's other side, or the attempt before this one, has sent them already
+        wanted = request.sampling_params.prompt_logprobs is not None
+        self._prompt_logprobs_due = wanted and not request.output_token_ids
+
+    @property
+    def kv_transfer_params(self) -> KVTransferParams | None:
+        return self._transfer
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.prompt_token_ids)
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and output so far."""
+        return len(self.all_token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.all_token_ids) - len(self.prompt_token_ids)
+
+    @property
+    def num_pending_prompt_tokens(self) -> int:
+        return max(0, self.num_prompt_tokens - self.num_computed_tokens)
+
+    @property
+    def is_handoff(self) -> bool:
+        """Whether the request ends here with token 1 and goes on elsewhere."""
+        return self._transfer is not None and self._transfer.do_remote_decode
+
+    @property
+    def skip_reading_prefix_cache(self) -> bool:
+        """Log probabilities of the prompt are due: its logits are needed, so its KV is computed."""
+        return self._prompt_logprobs_due
+
+    @property
+    def runner_sampling_params(self) -> SamplingParams:
+        """The parameters, less prompt logprobs that are not (or no longer) due."""
+        if self.sampling_params.prompt_logprobs is None or self._prompt_logprobs_due:
+            return self.sampling_params
+        return self.sampling_params.replace(prompt_logprobs=None)
+
+    def prefix_hash(self, num_tokens: int) -> bytes:
+        """Name of the first `num_tokens` tokens, partial unit included."""
+        return self._chain.prefix_hash(self.all_token_ids, num_tokens)
+
+    def block_hashes(self, block_size: int) -> list[bytes]:
+        """Names of the full blocks of prompt and output."""
+        self._chain.extend(self.all_token_ids)
+        return self._chain.block_hashes(block_size)
+
+    def append_output(self, token_id: int) -> bool:
+        """Add a sampled token. True if it ends the request, whose status then says how."""
+        self.all_token_ids.append(token_id)
+        return self.check_stop()
+
+    def check_stop(self) -> bool:
+        """Whether the last output token ends the request; sets the status."""
+        params, last = self.sampling_params, self.all_token_ids[-1]
+        if self.num_output_tokens < max(1, params.min_tokens):
+            return False
+        if not params.ignore_eos and last in self.eos_token_ids:
+            self.status = RequestStatus.FINISHED_STOPPED
+        elif last in (params.stop_token_ids or ()):
+            self.status, self.stop_token_id = RequestStatus.FINISHED_STOPPED, last
+        elif self._at_length_limit():
+            self.status = RequestStatus.FINISHED_LENGTH_CAPPED
+        return self.status.is_finished
+
+    def note_cached_tokens(self) -> None:
+        """Settle, at the first entry into the batch, how much of the prompt needed no computing.
+
+        A handed-over prompt was computed for this request: what counts is what the other side
+        found cached.
+        """
+        if self.num_cached_tokens >= 0:
+            return
+        if self._transfer is not None and self._transfer.commit is not None:
+            self.num_cached_tokens = self._transfer.commit.num_cached_tokens
+        else:
+            self.num_cached_tokens = min(self.num_computed_tokens, self.num_prompt_tokens)
+
+    def rewind(self) -> None:
+        """Forget all progress in computing, as preemption does; output tokens stay."""
+        self.num_computed_tokens = 0
+        self.in_batch = False
+        self._prompt_logprobs.clear()
+
+    def keep_prompt_logprobs(self, part: TokenLogprobs) -> None:
+        """Take one step's share of the prompt's log probabilities."""
+        if self._prompt_logprobs_due:
+            self._prompt_logprobs.append(part)
+
+    def take_prompt_logprobs(self) -> TokenLogprobs | None:
+        """All of the prompt's log probabilities, once: with the first output token."""
+        parts, self._prompt_logprobs = self._prompt_logprobs, []
+        self._prompt_logprobs_due = False
+        return _joined(parts) if parts else None
+
+    def _at_length_limit(self) -> bool:
+        max_tokens = self.sampling_params.max_tokens
+        if max_tokens is not None and self.num_output_tokens >= max_tokens:
+            return True
+        return self.num_tokens >= self._max_model_len
+
+
+def _joined(parts: list[TokenLogprobs]) -> TokenLogprobs:
+    return TokenLogprobs(
+        width=parts[0].width,
+        token_ids=[i for part in parts for i in part.token_ids],
+        logprobs=[x for part in parts for x in part.logprobs],
+        ranks=[r for part in parts for r in part.ranks],
+    )

@@ -1,0 +1,117 @@
+"""A connector whose store is a dict of tokens, driven by hand: what a transfer does, and when."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from diptych.connectors.base import (
+    KVConnectorMetadata,
+    KVConnectorOutput,
+    KVConnectorScheduler,
+    RequestView,
+)
+from diptych.engine.request import KVCommit, KVObject
+from diptych.engine.step import ModelRunnerOutput, SchedulerOutput
+from tests.engine.fake_executor import FakeExecutor, Row, prefix_names
+
+
+def commit_of(num_tokens: int, cached: int = 0, epoch: int = 1) -> KVCommit:
+    whole = KVObject(key=b"k" * 32, start_token=0, end_token=num_tokens, checksum=0, num_bytes=1)
+    return KVCommit(
+        epoch=epoch,
+        kv_namespace="",
+        num_tokens=num_tokens,
+        objects=[whole] if num_tokens else [],
+        connector="fake",
+        num_cached_tokens=cached,
+    )
+
+
+@dataclass
+class Load:
+    token_ids: list[int]
+    block_ids: list[int]
+    start: int
+    end: int
+
+
+@dataclass
+class FakeConnector(KVConnectorScheduler):
+    """Loads what a commit names, or `available` tokens of any prompt; saves hand-offs."""
+
+    available: int = 0
+    is_async: bool = True
+    loads: dict[str, Load] = field(default_factory=dict)
+    sending: set[str] = field(default_factory=set)
+    aborted: list[str] = field(default_factory=list)
+
+    def get_num_new_matched_tokens(
+        self, request: RequestView, num_computed_tokens: int
+    ) -> tuple[int, bool]:
+        params = request.kv_transfer_params
+        commit = params.commit if params is not None else None
+        have = commit.num_tokens if commit is not None else self.available
+        found = min(have, len(request.prompt_token_ids)) - num_computed_tokens
+        return (found, self.is_async) if found > 0 else (0, False)
+
+    def update_state_after_alloc(
+        self, request: RequestView, block_ids: list[int], num_external_tokens: int
+    ) -> None:
+        if num_external_tokens:
+            start = request.num_computed_tokens
+            self.loads[request.request_id] = Load(
+                list(request.prompt_token_ids),
+                list(block_ids),
+                start,
+                start + num_external_tokens,
+            )
+
+    def build_connector_meta(
+        self, scheduled: dict[str, tuple[RequestView, list[int], int]]
+    ) -> KVConnectorMetadata:
+        for request_id, (request, _, end) in scheduled.items():
+            params = request.kv_transfer_params
+            if params and params.do_remote_decode and end >= len(request.prompt_token_ids):
+                self.sending.add(request_id)
+        return KVConnectorMetadata()
+
+    def request_finished(self, request: RequestView, block_ids: list[int]) -> bool:
+        return request.request_id in self.sending
+
+    def abort(self, request_id: str) -> None:
+        self.aborted.append(request_id)
+
+
+@dataclass
+class FakeTransfers:
+    """The worker half: transfers end when the test says so."""
+
+    executor: FakeExecutor
+    connector: FakeConnector
+    report: KVConnectorOutput = field(default_factory=KVConnectorOutput)
+    sync_valid: dict[str, int] = field(default_factory=dict)
+
+    def finish_load(self, request_id: str, num_valid_tokens: int | None = None) -> None:
+        load = self.connector.loads.pop(request_id)
+        end = load.end if num_valid_tokens is None else num_valid_tokens
+        row = Row(load.token_ids, len(load.token_ids), load.block_ids)
+        names = prefix_names(load.token_ids)
+        for position in range(load.start, min(end, len(load.token_ids))):
+            self.executor.slots[self.executor._slot(row, position)] = names[position]
+        self.report.finished_recving.add(request_id)
+        if num_valid_tokens is not None:
+            self.report.failed_recving[request_id] = num_valid_tokens
+
+    def finish_save(self, request_id: str, commit: KVCommit | None) -> None:
+        self.connector.sending.discard(request_id)
+        self.report.finished_sending.add(request_id)
+        if commit is not None:
+            self.report.commits[request_id] = commit
+
+    def execute_model(self, step: SchedulerOutput) -> ModelRunnerOutput:
+        if not self.connector.is_async:
+            for request_id in list(self.connector.loads):
+                self.finish_load(request_id, self.sync_valid.get(request_id))
+        output = self.executor.execute_model(step)
+        output.kv_connector_output, self.report = self.report, KVConnectorOutput()
+        return output
