@@ -77,14 +77,14 @@ def test_lower_priority_values_first_and_ties_by_arrival() -> None:
     driver = Driver(max_num_seqs=1, scheduling_policy="priority")
     for request_id, priority in [("a", 3), ("b", -1), ("c", 3), ("d", 0)]:
         driver.add(make_request(request_id, [5, 6], max_tokens=1, priority=priority))
-    assert [list(driver.step())[0] for _ in range(4)] == ["b", "d", "a", "c"]
+    assert [next(iter(driver.step())) for _ in range(4)] == ["b", "d", "a", "c"]
 
 
 def test_priorities_count_for_nothing_under_fcfs() -> None:
     driver = Driver(max_num_seqs=1)
     driver.add(make_request("a", [1], max_tokens=1, priority=9))
     driver.add(make_request("b", [1], max_tokens=1, priority=0))
-    assert [list(driver.step())[0] for _ in range(2)] == ["a", "b"]
+    assert [next(iter(driver.step())) for _ in range(2)] == ["a", "b"]
 
 
 @pytest.mark.parametrize("policy", ["fcfs", "priority"])

@@ -138,15 +138,14 @@ def make_engine_core(config: EngineConfig) -> EngineCore:
         ModelLoadError: the model is missing, broken or not supported.
         ConfigError: a setting does not fit the device or the connector.
     """
+    from diptych.connectors.factory import make_scheduler_connector, make_worker_connector
     from diptych.engine.executor import UniprocExecutor
     from diptych.models.fetch import resolve_model
 
-    from diptych.connectors import factory
-
     path = resolve_model(config.model, config.revision)
     config = resolve_config(dataclasses.replace(config, model=str(path)))
-    executor = UniprocExecutor(config, factory.make_worker_connector(config))
-    connector = factory.make_scheduler_connector(config, executor.kv_layout, executor.kv_namespace)
+    executor = UniprocExecutor(config, make_worker_connector(config))
+    connector = make_scheduler_connector(config, executor.kv_layout, executor.kv_namespace)
     return EngineCore(config, executor, connector)
 
 
