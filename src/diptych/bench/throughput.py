@@ -1,0 +1,134 @@
+"""`diptych bench throughput`: tokens per second over many requests at once, offline."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from diptych.bench.offline import (
+    add_engine_arguments,
+    make_llm,
+    random_prompts,
+    report,
+    say,
+)
+from diptych.engine.llm import LLM
+from diptych.errors import ConfigError
+from diptych.sampling_params import SamplingParams
+
+MIN_LEN, MAX_PROMPT_LEN, MAX_TOTAL_LEN = 4, 1024, 2048
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One request of the benchmark."""
+
+    prompt_token_ids: list[int]
+    output_len: int
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of this benchmark."""
+    add = parser.add_argument
+    add("--dataset-name", choices=["random", "sharegpt"], default="random")
+    add("--dataset-path", type=Path, default=None, help="ShareGPT's JSON file")
+    add("--num-prompts", type=int, default=1000, help="requests")
+    add("--input-len", type=int, default=1024, help="prompt tokens of a random request")
+    add(
+        "--output-len",
+        type=int,
+        default=None,
+        help="tokens of a request; 128 for random ones, the answer's length for ShareGPT",
+    )
+    add("--disable-detokenize", action="store_true", help="make no text")
+    add_engine_arguments(parser)
+
+
+def main(args: argparse.Namespace) -> int:
+    """Measure, print, report."""
+    with make_llm(args) as llm:
+        samples = _samples(args, llm)
+        params = [
+            SamplingParams(
+                ignore_eos=True, max_tokens=s.output_len, detokenize=not args.disable_detokenize
+            )
+            for s in samples
+        ]
+        start = time.perf_counter()
+        outputs = llm.generate([s.prompt_token_ids for s in samples], params)
+        elapsed_s = time.perf_counter() - start
+        device = llm.device
+    num_prompt = sum(len(o.prompt_token_ids) for o in outputs)
+    num_output = sum(len(o.outputs[0].token_ids) for o in outputs)
+    figures = _figures(len(outputs), num_prompt, num_output, elapsed_s)
+    say(
+        f"Throughput: {figures['requests_per_second']:.2f} requests/s, "
+        f"{figures['tokens_per_second']:.1f} total tok/s, "
+        f"{figures['output_tokens_per_second']:.1f} output tok/s"
+    )
+    say(f"Total num prompt tokens: {num_prompt}")
+    say(f"Total num output tokens: {num_output}")
+    report("throughput", args, device, figures)
+    return 0
+
+
+def _figures(
+    num_requests: int, num_prompt: int, num_output: int, elapsed_s: float
+) -> dict[str, Any]:
+    return {
+        "elapsed_time": elapsed_s,
+        "num_requests": num_requests,
+        "total_num_tokens": num_prompt + num_output,
+        "requests_per_second": num_requests / elapsed_s,
+        "tokens_per_second": (num_prompt + num_output) / elapsed_s,
+        "output_tokens_per_second": num_output / elapsed_s,
+    }
+
+
+def _samples(args: argparse.Namespace, llm: LLM) -> list[Sample]:
+    rng = random.Random(args.seed)
+    if args.dataset_name == "random":
+        output_len = args.output_len or 128
+        prompts = random_prompts(rng, args.num_prompts, args.input_len, llm.model_config.vocab_size)
+        return [Sample(p["prompt_token_ids"], output_len) for p in prompts]
+    if args.dataset_path is None:
+        raise ConfigError("--dataset-name sharegpt needs --dataset-path")
+    turns = list(_first_turns(args.dataset_path))
+    rng.shuffle(turns)
+    samples: list[Sample] = []
+    for prompt, answer in turns:
+        if len(samples) == args.num_prompts:
+            break
+        sample = _sharegpt_sample(llm, prompt, answer, args.output_len)
+        if sample is not None:
+            samples.append(sample)
+    if not samples:
+        raise ConfigError(f"{args.dataset_path} has no conversation of a fitting length")
+    return samples
+
+
+def _first_turns(path: Path) -> Iterator[tuple[str, str]]:
+    """First question and answer of each conversation."""
+    try:
+        conversations = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from error
+    for entry in conversations:
+        turns = entry.get("conversations", entry.get("conversation", []))
+        if len(turns) >= 2:
+            yield turns[0]["value"], turns[1]["value"]
+
+
+def _sharegpt_sample(llm: LLM, prompt: str, answer: str, output_len: int | None) -> Sample | None:
+    """The sample, unless its lengths are outside what is usual."""
+    tokenizer = llm.get_tokenizer()
+    ids = tokenizer.encode(prompt)
+    length = output_len or len(tokenizer.encode(answer, add_special_tokens=False))
+    fits = len(ids) <= MAX_PROMPT_LEN and len(ids) + length <= min(MAX_TOTAL_LEN, llm.max_model_len)
+    return Sample(ids, length) if min(len(ids), length) >= MIN_LEN and fits else None
