@@ -120,36 +120,36 @@ def _serve(args: Any) -> int:
 
 
 def _router(args: Any) -> int:
-    router = import_module("diptych.services.router.main")
     settings = _settings(args, "router", "redis", "planner", "engine")
+    router = import_module("diptych.services.router.main")
     return _code(
         router.run(settings["router"], settings["redis"], settings["planner"], settings["engine"])
     )
 
 
 def _prefill(args: Any) -> int:
-    prefill = import_module("diptych.services.prefill.main")
     settings = _settings(args, "worker", "engine", "redis")
+    prefill = import_module("diptych.services.prefill.main")
     return _code(prefill.run(settings["worker"], settings["engine"], settings["redis"]))
 
 
 def _decode(args: Any) -> int:
-    decode = import_module("diptych.services.decode.main")
     settings = _settings(args, "worker", "engine", "redis")
+    decode = import_module("diptych.services.decode.main")
     return _code(decode.run(settings["worker"], settings["engine"], settings["redis"]))
 
 
 def _worker(args: Any) -> int:
-    worker = import_module("diptych.worker.main")
     settings = _settings(args, "worker", "engine", "redis")
+    worker = import_module("diptych.worker.main")
     return _code(
         worker.run("aggregated", settings["worker"], settings["engine"], settings["redis"])
     )
 
 
 def _kvstore(args: Any) -> int:
-    kvstore = import_module("diptych.services.kvstore.main")
     settings = _settings(args, "kvstore", "redis")
+    kvstore = import_module("diptych.services.kvstore.main")
     return _code(kvstore.run(settings["kvstore"], settings["redis"]))
 
 
