@@ -71,21 +71,21 @@ class RpcServer:
     """A grpc.aio server with health, reflection and error mapping.
 
     `async with` starts and stops it. Health starts as NOT_SERVING; `set_serving` changes it.
-    `port` is known once started.
+    `port` is known once bound; services that must know it are added between `bind` and `start`.
     """
 
     def __init__(
         self,
         host: str,
         port: int,
-        services: Sequence[Service],
+        services: Sequence[Service] = (),
         *,
         stop_grace_s: float = 1.0,
         max_concurrent_rpcs: int | None = None,
     ) -> None:
         self.host = host
         self.port = port
-        self._services = services
+        self._services = list(services)
         self._stop_grace_s = stop_grace_s
         self._max_concurrent_rpcs = max_concurrent_rpcs
         self._health = health.aio.HealthServicer()
@@ -96,8 +96,8 @@ class RpcServer:
         """host:port it listens on."""
         return f"{self.host}:{self.port}"
 
-    async def start(self) -> None:
-        """Bind and serve.
+    def bind(self) -> None:
+        """Take the port; calls wait until `start`.
 
         Raises:
             ConfigError: the address cannot be bound; the message names the port.
@@ -107,17 +107,30 @@ class RpcServer:
             options=_SERVER_OPTIONS,
             maximum_concurrent_rpcs=self._max_concurrent_rpcs,
         )
-        for service in self._services:
-            service.add_to_server(service.servicer, server)
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
-        names = [s.name for s in self._services]
-        reflection.enable_server_reflection(
-            [*names, health.SERVICE_NAME, reflection.SERVICE_NAME], server
-        )
         self.port = _bind(server, self.host, self.port)
         self._server = server
+
+    def add(self, service: Service) -> None:
+        """One more service, before `start`."""
+        self._services.append(service)
+
+    async def start(self) -> None:
+        """Serve; binds first where that was not done.
+
+        Raises:
+            ConfigError: as `bind`.
+        """
+        if self._server is None:
+            self.bind()
+        for service in self._services:
+            service.add_to_server(service.servicer, self._server)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        names = [s.name for s in self._services]
+        reflection.enable_server_reflection(
+            [*names, health.SERVICE_NAME, reflection.SERVICE_NAME], self._server
+        )
         await self.set_serving(False)
-        await server.start()
+        await self._server.start()
 
     async def set_serving(self, serving: bool) -> None:
         """Set the standard health status of the server and of each service."""

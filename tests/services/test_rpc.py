@@ -41,6 +41,8 @@ class FailingWorker(worker_pb2_grpc.WorkerServicer):
     async def Stream(
         self, request_iterator: Any, context: Any
     ) -> AsyncIterator[worker_pb2.WorkerFrame]:
+        async for _ in request_iterator:
+            break
         yield worker_pb2.WorkerFrame(sequence=1)
         assert self.error is not None
         raise self.error

@@ -23,10 +23,8 @@ from diptych.worker.servicer import WorkerServicer
 
 @dataclass(frozen=True)
 class FakeInfo:
-    model: str = "tiny"
     kv_namespace: str = "ab" * 32
     max_model_len: int = 64
-    vocab_size: int = 100
 
 
 class FakeEngine:
@@ -68,6 +66,9 @@ class FakeEngine:
     def end(self, error: DiptychError | None = None) -> None:
         self._queue.put_nowait(error)
 
+    async def close(self) -> None:
+        self.end()
+
     async def outputs(self) -> AsyncIterator[EngineCoreOutputs]:
         while (item := await self._queue.get()) is not None:
             if isinstance(item, DiptychError):
@@ -96,7 +97,13 @@ async def serve(
 ) -> AsyncIterator[Served]:
     engine = FakeEngine()
     identity = WorkerIdentity(
-        worker_id="w", incarnation="w1", role="decode", address="w:1", admin_address="w:2"
+        worker_id="w",
+        incarnation="w1",
+        role="decode",
+        address="w:1",
+        admin_address="w:2",
+        model="tiny",
+        vocab_size=100,
     )
     metrics = WorkerMetrics(new_registry(), "tiny", "w")
     servicer = WorkerServicer(
@@ -126,6 +133,7 @@ class FakeRouter:
         self.name = name
         self.stub = worker_pb2_grpc.WorkerStub(channel)
         self.issuer = TicketIssuer(keys or TicketKeys.drawn(), name)
+        self.worker = "w1"
         self.call: Any = None
         self.incarnation = ""
         self.last = 0
@@ -163,7 +171,9 @@ class FakeRouter:
         await self.call.write(worker_pb2.RouterMessage(cancel=message))
 
     def request(self, request_id: str, epoch: int = 1, **more: Any) -> worker_pb2.SubmitRequest:
-        ticket = self.issuer.issue(request_id, epoch=epoch, ttl_ms=5000, decode_incarnation="w1")
+        ticket = self.issuer.issue(
+            request_id, epoch=epoch, ttl_ms=5000, decode_incarnation=self.worker
+        )
         fields: dict[str, Any] = {
             "prompt_token_ids": [1, 2, 3],
             "sampling": common_pb2.SamplingParams(seed=1, max_tokens=8),

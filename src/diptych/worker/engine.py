@@ -12,19 +12,12 @@ class EngineInfo(Protocol):
     """What an engine is once it is ready."""
 
     @property
-    def model(self) -> str:
-        """Served model name."""
-        ...
-
-    @property
     def kv_namespace(self) -> str:
         """Hex digest of what makes KV compatible."""
         ...
 
     @property
     def max_model_len(self) -> int: ...
-    @property
-    def vocab_size(self) -> int: ...
 
 
 class Engine(Protocol):
@@ -51,4 +44,8 @@ class Engine(Protocol):
         Raises:
             EngineDeadError: the engine is gone.
         """
+        ...
+
+    async def close(self) -> None:
+        """End the engine process. Idempotent."""
         ...

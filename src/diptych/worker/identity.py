@@ -16,13 +16,15 @@ ROLES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerIdentity:
-    """A worker's name, its life, its part and where to reach it."""
+    """A worker's name, its life, its part, its model and where to reach it."""
 
     worker_id: str
     incarnation: str
     role: str
     address: str
     admin_address: str
+    model: str
+    vocab_size: int
 
     def __post_init__(self) -> None:
         if self.role not in ROLES:

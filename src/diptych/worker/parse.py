@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from diptych.engine.request import EngineCoreRequest, KVTransferParams
 from diptych.errors import InvalidRequestError, RequestTooLargeError
 from diptych.proto import worker_pb2
 from diptych.sampling_params import SamplingParams
 from diptych.wire import commit_from_proto, sampling_from_proto
-from diptych.worker.engine import EngineInfo
 
 MAX_CACHE_SALT_CHARS = 1024
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelLimits:
+    """What a request is checked against."""
+
+    vocab_size: int
+    max_model_len: int
+    max_logprobs: int
+
+
 def parse_submit(
-    message: worker_pb2.SubmitRequest, engine_id: str, info: EngineInfo, max_logprobs: int
+    message: worker_pb2.SubmitRequest, engine_id: str, limits: ModelLimits
 ) -> EngineCoreRequest:
     """The engine's request.
 
@@ -21,11 +31,11 @@ def parse_submit(
         InvalidRequestError: it can never run here: bad ids, too long, contradictory hand-off.
     """
     sampling = sampling_from_proto(message.sampling)
-    _check_sampling(sampling, info, max_logprobs)
+    _check_sampling(sampling, limits)
     prompt, output = list(message.prompt_token_ids), list(message.output_token_ids)
-    _check_tokens(prompt, output, sampling, info)
+    _check_tokens(prompt, output, sampling, limits)
     eos = list(message.eos_token_ids)
-    if eos and max(eos) >= info.vocab_size:
+    if eos and max(eos) >= limits.vocab_size:
         raise InvalidRequestError("eos_token_ids are outside the vocabulary", param="eos_token_ids")
     if len(message.cache_salt) > MAX_CACHE_SALT_CHARS:
         raise InvalidRequestError(
@@ -43,12 +53,12 @@ def parse_submit(
     )
 
 
-def _check_sampling(sampling: SamplingParams, info: EngineInfo, max_logprobs: int) -> None:
+def _check_sampling(sampling: SamplingParams, limits: ModelLimits) -> None:
     if sampling.seed is None or sampling.max_tokens is None:
         raise InvalidRequestError("seed and max_tokens must be set", param="sampling")
-    sampling.check_against_model(vocab_size=info.vocab_size, max_logprobs=max_logprobs)
+    sampling.check_against_model(vocab_size=limits.vocab_size, max_logprobs=limits.max_logprobs)
     for word in sampling.bad_words_token_ids or []:
-        if not word or max(word) >= info.vocab_size:
+        if not word or max(word) >= limits.vocab_size:
             raise InvalidRequestError(
                 "bad_words_token_ids has an empty word or one outside the vocabulary",
                 param="bad_words_token_ids",
@@ -56,19 +66,19 @@ def _check_sampling(sampling: SamplingParams, info: EngineInfo, max_logprobs: in
 
 
 def _check_tokens(
-    prompt: list[int], output: list[int], sampling: SamplingParams, info: EngineInfo
+    prompt: list[int], output: list[int], sampling: SamplingParams, limits: ModelLimits
 ) -> None:
     if not prompt:
         raise InvalidRequestError("the prompt is empty", param="prompt_token_ids")
-    if max(*prompt, *output, 0) >= info.vocab_size:
+    if max(*prompt, *output, 0) >= limits.vocab_size:
         raise InvalidRequestError(
-            f"a token id is outside the vocabulary of {info.vocab_size} tokens",
+            f"a token id is outside the vocabulary of {limits.vocab_size} tokens",
             param="prompt_token_ids",
         )
-    if len(prompt) + len(output) >= info.max_model_len:
+    if len(prompt) + len(output) >= limits.max_model_len:
         raise RequestTooLargeError(
             f"the prompt has {len(prompt)} tokens with {len(output)} of output so far; "
-            f"the context holds {info.max_model_len}",
+            f"the context holds {limits.max_model_len}",
             param="prompt_token_ids",
         )
     if sampling.max_tokens is not None and len(output) >= sampling.max_tokens:

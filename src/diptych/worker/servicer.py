@@ -24,7 +24,7 @@ from diptych.worker.engine import Engine
 from diptych.worker.frames import load_to_proto, split_outputs
 from diptych.worker.identity import ROLES, WorkerIdentity
 from diptych.worker.metrics import WorkerMetrics
-from diptych.worker.parse import parse_submit
+from diptych.worker.parse import ModelLimits, parse_submit
 from diptych.worker.requests import Owned, RequestTable
 from diptych.worker.streams import StreamHub
 
@@ -49,7 +49,12 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
         self._engine = engine
         self._identity = identity
         self._metrics = metrics
-        self._engine_config = engine_config
+        self._max_num_queued_reqs = engine_config.max_num_queued_reqs
+        self._limits = ModelLimits(
+            vocab_size=identity.vocab_size,
+            max_model_len=engine.info.max_model_len,
+            max_logprobs=engine_config.max_logprobs,
+        )
         self._failure: DiptychError | None = None
         self._table = RequestTable()
         self._changed = asyncio.Event()
@@ -73,7 +78,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
             worker_id=self._identity.worker_id,
             incarnation=self._identity.incarnation,
             role=ROLES[self._identity.role],
-            model=self._engine.info.model,
+            model=self._identity.model,
             kv_namespace=self._engine.info.kv_namespace,
             protocol_version=PROTOCOL_VERSION,
             max_model_len=self._engine.info.max_model_len,
@@ -150,8 +155,9 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
         return len(self._table)
 
     async def close(self) -> None:
-        """Abort what is left and stop the timers."""
+        """Abort what is left, end the streams and stop the timers."""
         self._abort(self._table.remove_all())
+        self._hub.fail(DrainingError(f"worker {self._identity.worker_id} has stopped"))
         await self._hub.close()
         await asyncio.gather(*self._aborts, return_exceptions=True)
 
@@ -172,12 +178,10 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
             raise DrainingError(f"worker {self._identity.worker_id} is draining")
         if ticket.router_incarnation not in self._hub:
             raise NoStreamError(f"router {ticket.router_incarnation!r} has no stream here")
-        if self.load().num_waiting >= self._engine_config.max_num_queued_reqs:
+        if self.load().num_waiting >= self._max_num_queued_reqs:
             raise CapacityError(f"worker {self._identity.worker_id} has a full queue")
         owned = Owned(ticket.request_id, ticket.epoch, ticket.router_incarnation)
-        parsed = parse_submit(
-            request, owned.engine_id, self._engine.info, self._engine_config.max_logprobs
-        )
+        parsed = parse_submit(request, owned.engine_id, self._limits)
         # last, so that a repeat of this ticket is told that the first was accepted
         self._tickets.admit(ticket)
         older = self._table.add(owned)
