@@ -5,10 +5,15 @@ It checks, at every step, that the blocks it was given hold the very tokens that
 
 from __future__ import annotations
 
+import os
+import time
 from dataclasses import dataclass
 
+from diptych.config import EngineConfig
 from diptych.connectors.base import KVLayout
+from diptych.engine.core import EngineCore
 from diptych.engine.step import ModelRunnerOutput, SchedulerOutput
+from diptych.errors import ModelLoadError
 
 BLOCK = 16
 VOCAB = 1000
@@ -105,3 +110,41 @@ class FakeExecutor:
         held = [self.slots[self._slot(row, position)] for position in range(end)]
         assert held == names, "a block holds something else than the request's tokens"
         return names[-1]
+
+
+def make_core(config: EngineConfig) -> EngineCore:
+    """Factories by name, for engines in processes of their own."""
+    return EngineCore(config, FakeExecutor())
+
+
+def make_failing_core(config: EngineConfig) -> EngineCore:
+    return EngineCore(config, FakeExecutor(fail_at=1))
+
+
+def make_slow_core(config: EngineConfig) -> EngineCore:
+    executor = FakeExecutor()
+    execute = executor.execute_model
+
+    def slow(step: SchedulerOutput) -> ModelRunnerOutput:
+        time.sleep(0.02)
+        return execute(step)
+
+    executor.execute_model = slow  # type: ignore[method-assign]
+    return EngineCore(config, executor)
+
+
+def find_no_model(config: EngineConfig) -> EngineCore:
+    raise ModelLoadError(f"{config.model} is not there")
+
+
+def break_while_building(config: EngineConfig) -> EngineCore:
+    raise ZeroDivisionError("a slip")
+
+
+def die_while_building(config: EngineConfig) -> EngineCore:
+    os._exit(7)
+
+
+def build_for_ever(config: EngineConfig) -> EngineCore:
+    time.sleep(3600)
+    raise AssertionError

@@ -52,7 +52,7 @@ class EngineCore:
         self._scheduler = Scheduler(config, executor.kv_layout, executor.kv_namespace, connector)
         self._last_stats = self._scheduler.stats
         self._computed_nothing = False
-        self._failure: str | None = None
+        self.failure = ""
         self.state = EngineState.READY
         self.info = EngineInfo(
             kv_namespace=executor.kv_namespace.hex(),
@@ -86,7 +86,7 @@ class EngineCore:
             EngineDeadError: the engine has failed.
         """
         if self.state is not EngineState.READY:
-            raise EngineDeadError(f"the engine is {self.state.value}: {self._failure}")
+            raise EngineDeadError(f"the engine is {self.state.value}: {self.failure}")
         self._scheduler.add_request(request)
 
     def abort(self, request_ids: Iterable[str]) -> None:
@@ -120,8 +120,8 @@ class EngineCore:
 
     def _fail(self, error: Exception) -> EngineCoreOutputs:
         self.state = EngineState.FAILED
-        self._failure = f"{type(error).__name__}: {error}"
-        return self._scheduler.fail_requests(f"the engine failed: {self._failure}")
+        self.failure = f"{type(error).__name__}: {error}"
+        return self._scheduler.fail_requests(f"the engine failed: {self.failure}")
 
     def _changed(self, outputs: EngineCoreOutputs) -> EngineCoreOutputs | None:
         """The outputs, unless they have no entry and the state is what was reported last."""
