@@ -1,0 +1,1 @@
+"""The service that takes KV and writes the answer."""

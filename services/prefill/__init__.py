@@ -1,0 +1,1 @@
+"""The service that reads prompts and hands their KV over."""
