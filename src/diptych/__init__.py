@@ -11,16 +11,31 @@ if TYPE_CHECKING:
     from diptych.config import KVTransferConfig
     from diptych.engine.async_llm import AsyncLLM
     from diptych.engine.llm import LLM
+    from diptych.inputs import TextPrompt, TokensPrompt
+    from diptych.outputs import CompletionOutput, RequestOutput
     from diptych.sampling_params import SamplingParams
 
-__all__ = ["LLM", "AsyncLLM", "KVTransferConfig", "SamplingParams"]
+__all__ = [
+    "LLM",
+    "AsyncLLM",
+    "CompletionOutput",
+    "KVTransferConfig",
+    "RequestOutput",
+    "SamplingParams",
+    "TextPrompt",
+    "TokensPrompt",
+]
 __version__ = "0.1.0"
 
 _WHERE = {
     "LLM": "diptych.engine.llm",
     "AsyncLLM": "diptych.engine.async_llm",
+    "CompletionOutput": "diptych.outputs",
     "KVTransferConfig": "diptych.config",
+    "RequestOutput": "diptych.outputs",
     "SamplingParams": "diptych.sampling_params",
+    "TextPrompt": "diptych.inputs",
+    "TokensPrompt": "diptych.inputs",
 }
 
 

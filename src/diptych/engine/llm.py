@@ -196,12 +196,11 @@ class LLM:
                 for _ in range(min(room, len(pending))):
                     self._core.add_request(pending.popleft())
                 outputs = self._core.step()
-                if outputs is None:
+                if self._core.is_waiting_for_transfers:
                     if not pending and not self._core.has_work:
                         raise EngineError("the engine has no work left but requests have no end")
-                    time.sleep(_IDLE_S)  # only a transfer can bring work on
-                    continue
-                for state, delta in self._outputs.process(outputs):
+                    time.sleep(_IDLE_S)
+                for state, delta in self._outputs.process(outputs) if outputs else ():
                     if state.finish_reason is FinishReason.ERROR:
                         raise EngineError(state.error or "the engine failed")
                     if delta.should_abort:
