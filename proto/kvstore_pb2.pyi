@@ -55,10 +55,12 @@ class StoreNode(_message.Message):
     def __init__(self, node_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., memory_socket: _Optional[str] = ..., boot_id: _Optional[str] = ..., stream_address: _Optional[str] = ..., pool_bytes: _Optional[int] = ..., access_token: _Optional[bytes] = ...) -> None: ...
 
 class PutStartRequest(_message.Message):
-    __slots__ = ("items",)
+    __slots__ = ("items", "incarnation")
     ITEMS_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
     items: _containers.RepeatedCompositeFieldContainer[PutItem]
-    def __init__(self, items: _Optional[_Iterable[_Union[PutItem, _Mapping]]] = ...) -> None: ...
+    incarnation: str
+    def __init__(self, items: _Optional[_Iterable[_Union[PutItem, _Mapping]]] = ..., incarnation: _Optional[str] = ...) -> None: ...
 
 class PutItem(_message.Message):
     __slots__ = ("key", "num_bytes")
@@ -119,12 +121,14 @@ class PutRevokeResponse(_message.Message):
     def __init__(self, statuses: _Optional[_Iterable[_Union[ItemStatus, str]]] = ...) -> None: ...
 
 class GetRequest(_message.Message):
-    __slots__ = ("keys", "lease_ms")
+    __slots__ = ("keys", "lease_ms", "incarnation")
     KEYS_FIELD_NUMBER: _ClassVar[int]
     LEASE_MS_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
     keys: _containers.RepeatedScalarFieldContainer[bytes]
     lease_ms: int
-    def __init__(self, keys: _Optional[_Iterable[bytes]] = ..., lease_ms: _Optional[int] = ...) -> None: ...
+    incarnation: str
+    def __init__(self, keys: _Optional[_Iterable[bytes]] = ..., lease_ms: _Optional[int] = ..., incarnation: _Optional[str] = ...) -> None: ...
 
 class GetResponse(_message.Message):
     __slots__ = ("results",)

@@ -20,11 +20,9 @@ from diptych.clock import Clock, SystemClock
 from diptych.config import RedisConfig
 from diptych.errors import UnavailableError
 from diptych.redis_client import RedisClient
+from diptych.rpc import PROTOCOL_VERSION
 
 _log = logging.getLogger(__name__)
-
-# Version of the contract between processes that this code speaks; peers may be one off.
-PROTOCOL_VERSION = 1
 
 _ANNOUNCE = """
 local time = redis.call('TIME')

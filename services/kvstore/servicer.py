@@ -1,0 +1,136 @@
+"""The KvStore service: messages to the object table and back. Batches in, one status per item."""
+
+from __future__ import annotations
+
+from collections.abc import Sized
+from dataclasses import dataclass
+from typing import Any
+
+from diptych.errors import InvalidRequestError, StaleTicketError
+from diptych.proto import kvstore_pb2 as pb
+from diptych.proto import kvstore_pb2_grpc
+from diptych.services.kvstore.objects import Found, ObjectTable, Reservation, Status
+
+MAX_BATCH = 4096
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeAddresses:
+    """Who this node is and where its bytes can be moved; fields as `StoreNode`."""
+
+    node_id: str
+    incarnation: str
+    boot_id: str
+    memory_socket: str
+    stream_address: str
+    access_token: bytes
+
+
+class KvStoreServicer(kvstore_pb2_grpc.KvStoreServicer):
+    """One node. Runs on the loop that owns the table; no method waits for anything."""
+
+    def __init__(self, table: ObjectTable, node: NodeAddresses) -> None:
+        self._table = table
+        self._node = node
+
+    async def GetNode(self, request: pb.GetNodeRequest, context: Any) -> pb.StoreNode:
+        return pb.StoreNode(
+            node_id=self._node.node_id,
+            incarnation=self._node.incarnation,
+            memory_socket=self._node.memory_socket,
+            boot_id=self._node.boot_id,
+            stream_address=self._node.stream_address,
+            pool_bytes=self._table.pool_bytes,
+            access_token=self._node.access_token,
+        )
+
+    async def PutStart(self, request: pb.PutStartRequest, context: Any) -> pb.PutStartResponse:
+        self._check_incarnation(request.incarnation)
+        _check_batch(request.items)
+        reserved = self._table.put_start([(i.key, i.num_bytes) for i in request.items])
+        ttl_ms = int(self._table.put_ttl_s * 1000)
+        return pb.PutStartResponse(reservations=[_reservation(r, ttl_ms) for r in reserved])
+
+    async def PutEnd(self, request: pb.PutEndRequest, context: Any) -> pb.PutEndResponse:
+        _check_batch(request.items)
+        statuses = self._table.put_end([(i.put_id, i.checksum) for i in request.items])
+        return pb.PutEndResponse(statuses=map(_wire, statuses))
+
+    async def PutRevoke(self, request: pb.PutRevokeRequest, context: Any) -> pb.PutRevokeResponse:
+        _check_batch(request.put_ids)
+        return pb.PutRevokeResponse(statuses=map(_wire, self._table.put_revoke(request.put_ids)))
+
+    async def Get(self, request: pb.GetRequest, context: Any) -> pb.GetResponse:
+        self._check_incarnation(request.incarnation)
+        _check_batch(request.keys)
+        found = self._table.get(request.keys, request.lease_ms / 1000)
+        return pb.GetResponse(results=[_result(f) for f in found])
+
+    async def VerifyLease(
+        self, request: pb.VerifyLeaseRequest, context: Any
+    ) -> pb.VerifyLeaseResponse:
+        _check_batch(request.lease_ids)
+        statuses = self._table.verify(request.lease_ids, request.renew_ms / 1000)
+        return pb.VerifyLeaseResponse(statuses=map(_wire, statuses))
+
+    async def Release(self, request: pb.ReleaseRequest, context: Any) -> pb.ReleaseResponse:
+        _check_batch(request.lease_ids)
+        return pb.ReleaseResponse(statuses=map(_wire, self._table.release(request.lease_ids)))
+
+    async def Exists(self, request: pb.ExistsRequest, context: Any) -> pb.ExistsResponse:
+        _check_batch(request.keys)
+        return pb.ExistsResponse(present=self._table.exists(request.keys))
+
+    async def GetStats(self, request: pb.GetStatsRequest, context: Any) -> pb.StoreStats:
+        self._table.expire()
+        counters = self._table.counters
+        return pb.StoreStats(
+            num_objects=self._table.num_objects,
+            used_bytes=self._table.used_bytes,
+            pool_bytes=self._table.pool_bytes,
+            num_leases=self._table.num_leases,
+            num_puts=self._table.num_puts,
+            puts_total=counters.puts_total,
+            hits_total=counters.hits_total,
+            misses_total=counters.misses_total,
+            evictions_total=counters.evictions_total,
+            stale_puts_total=counters.stale_puts_total,
+        )
+
+    def _check_incarnation(self, wanted: str) -> None:
+        if wanted and wanted != self._node.incarnation:
+            raise StaleTicketError("the store has restarted since: ask GetNode again")
+
+
+def _check_batch(items: Sized) -> None:
+    if len(items) > MAX_BATCH:
+        raise InvalidRequestError(f"a batch holds at most {MAX_BATCH} items, not {len(items)}")
+
+
+def _wire(status: Status) -> Any:
+    """An `ItemStatus`: the numbers are the same."""
+    return int(status)
+
+
+def _reservation(reserved: Reservation, ttl_ms: int) -> pb.PutReservation:
+    if not reserved.num_bytes:
+        return pb.PutReservation(status=_wire(reserved.status))
+    return pb.PutReservation(
+        status=_wire(reserved.status),
+        put_id=reserved.put_id,
+        placement=pb.Placement(offset_bytes=reserved.offset, num_bytes=reserved.num_bytes),
+        ttl_ms=ttl_ms,
+    )
+
+
+def _result(found: Found) -> pb.GetResult:
+    if not found.num_bytes:
+        return pb.GetResult(status=_wire(found.status))
+    return pb.GetResult(
+        status=_wire(found.status),
+        placement=pb.Placement(offset_bytes=found.offset, num_bytes=found.num_bytes),
+        checksum=found.checksum,
+        lease_id=found.lease_id,
+        # rounded down: the reader must not believe in more than it has
+        lease_ms=int(found.lease_s * 1000),
+    )

@@ -1,0 +1,480 @@
+"""The store as its users meet it: a node in a process of its own, and clients that talk to it."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+import pytest
+
+from diptych.connectors.store_client import GetResult, Outcome, PutItem, PutResult, StoreClient
+from diptych.connectors.store_wire import hello
+from diptych.embedded_redis import EmbeddedRedis
+from diptych.errors import TransferError
+from diptych.proto import kvstore_pb2 as pb
+from diptych.proto import kvstore_pb2_grpc
+from diptych.services.kvstore.objects import Status
+
+MIB = 1 << 20
+CODE = """
+import sys
+from diptych.config import KVStoreConfig, RedisConfig
+from diptych.services.kvstore.main import run
+settings = eval(sys.argv[1])
+run(KVStoreConfig(**settings["store"]), RedisConfig(**settings["redis"]))
+"""
+
+
+@dataclass
+class Node:
+    """A node's process and the ports it was told to take."""
+
+    process: subprocess.Popen[bytes]
+    address: str
+    admin: str
+
+    def get(self, path: str) -> tuple[int, str]:
+        try:
+            with urllib.request.urlopen(f"http://{self.admin}{path}", timeout=5) as answer:
+                return answer.status, answer.read().decode()
+        except urllib.error.HTTPError as error:
+            with error:
+                return error.code, error.read().decode()
+        except OSError as error:
+            return 0, str(error)
+
+    def until_ready(self, status: int = 200, timeout_s: float = 15.0) -> str:
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline:
+            code, text = self.get("/readyz")
+            if code == status:
+                return text
+            assert self.process.poll() is None
+            time.sleep(0.02)
+        raise AssertionError(f"/readyz says {code} {text}")
+
+
+def free_ports(count: int) -> list[int]:
+    import socket
+
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [s.getsockname()[1] for s in sockets]
+    for s in sockets:
+        s.close()
+    return ports
+
+
+@contextmanager
+def running_node(
+    ports: Sequence[int] = (), redis: dict[str, object] | None = None, **store: object
+) -> Iterator[Node]:
+    port, admin_port = ports or free_ports(2)
+    settings = {
+        "store": {"port": port, "admin_port": admin_port, "pool_bytes": 8 * MIB, **store},
+        "redis": redis or {},
+    }
+    source = str(Path(__file__).parents[2] / "src")
+    process = subprocess.Popen(
+        [sys.executable, "-W", "error", "-c", CODE, repr(settings)],
+        env={**os.environ, "PYTHONPATH": source, "DIPTYCH_LOG_LEVEL": "WARNING"},
+    )
+    node = Node(process, f"127.0.0.1:{port}", f"127.0.0.1:{admin_port}")
+    try:
+        if not redis:
+            node.until_ready()
+        yield node
+    finally:
+        if process.poll() is None:
+            process.send_signal(signal.SIGCONT)
+            process.terminate()
+        try:
+            process.wait(10)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+            raise
+
+
+@pytest.fixture(scope="module")
+def node() -> Iterator[Node]:
+    with running_node() as node:
+        yield node
+
+
+@pytest.fixture(params=["memory", "stream"])
+def client(request: pytest.FixtureRequest, node: Node) -> Iterator[StoreClient]:
+    client = StoreClient(node.address, transport=request.param)
+    yield client
+    client.close()
+
+
+def key() -> bytes:
+    return os.urandom(32)
+
+
+def put(client: StoreClient, objects: dict[bytes, bytes]) -> list[PutResult]:
+    def writer(data: bytes) -> PutItem:
+        return PutItem(b"", len(data), lambda view: view.__setitem__(slice(None), data))
+
+    items = [PutItem(k, len(data), writer(data).write) for k, data in objects.items()]
+    return client.put_many(items)
+
+
+def get(client: StoreClient, keys: Sequence[bytes]) -> tuple[list[GetResult], dict[int, bytes]]:
+    taken: dict[int, bytes] = {}
+    results = client.get_many(keys, lambda i, view: taken.__setitem__(i, bytes(view)))
+    return results, taken
+
+
+def control(node: Node) -> kvstore_pb2_grpc.KvStoreStub:
+    return kvstore_pb2_grpc.KvStoreStub(grpc.insecure_channel(node.address))
+
+
+def test_what_was_put_is_got(client: StoreClient) -> None:
+    objects = {key(): os.urandom(size) for size in (1, 4095, 4096, 100_001, 700_000)}
+    results = put(client, objects)
+    assert [r.outcome for r in results] == [Outcome.OK] * 5
+    missing = key()
+    found, taken = get(client, [*objects, missing])
+    assert [r.outcome for r in found] == [Outcome.OK] * 5 + [Outcome.NOT_FOUND]
+    assert list(taken.values()) == list(objects.values())
+    assert [r.checksum for r in found[:5]] == [r.checksum for r in results]
+    assert [r.num_bytes for r in found[:5]] == [len(data) for data in objects.values()]
+    assert client.exists_many([*objects, missing]) == [True] * 5 + [False]
+
+
+def test_batches_of_many_objects_keep_their_order(client: StoreClient) -> None:
+    objects = {key(): i.to_bytes(4, "big") for i in range(300)}
+    assert {r.outcome for r in put(client, objects)} == {Outcome.OK}
+    _, taken = get(client, list(objects))
+    assert [taken[i] for i in range(300)] == list(objects.values())
+
+
+def test_memory_and_stream_show_the_same_bytes(node: Node) -> None:
+    memory, stream = (StoreClient(node.address, transport=t) for t in ("memory", "stream"))
+    first, second = {key(): os.urandom(50_000)}, {key(): os.urandom(50_000)}
+    put(memory, first)
+    put(stream, second)
+    assert get(stream, list(first))[1][0] == next(iter(first.values()))
+    assert get(memory, list(second))[1][0] == next(iter(second.values()))
+    memory.close()
+    stream.close()
+
+
+def test_an_object_that_exists_is_not_written_again(client: StoreClient) -> None:
+    name = key()
+    put(client, {name: b"first"})
+    [result] = client.put_many([PutItem(name, 5, pytest.fail)])
+    assert result.outcome is Outcome.EXISTS
+    assert result.stored
+    assert get(client, [name])[1] == {0: b"first"}
+
+
+def test_of_two_writers_the_first_to_finish_wins(client: StoreClient) -> None:
+    name = key()
+    inner: list[PutResult] = []
+
+    def write(view: memoryview) -> None:
+        other = threading.Thread(target=lambda: inner.extend(late()))
+        other.start()
+        other.join()
+        view[:] = b"outer"
+
+    def late() -> list[PutResult]:
+        rival = StoreClient(client._address)
+        results = put(rival, {name: b"inner"})
+        rival.close()
+        return results
+
+    [outer] = client.put_many([PutItem(name, 5, write)])
+    assert (inner[0].outcome, outer.outcome) == (Outcome.OK, Outcome.EXISTS)
+    assert get(client, [name])[1] == {0: b"inner"}
+
+
+def test_an_error_of_the_writer_gives_its_room_back(client: StoreClient, node: Node) -> None:
+    before = control(node).GetStats(pb.GetStatsRequest()).used_bytes
+
+    def fail(view: memoryview) -> None:
+        raise RuntimeError("no bytes")
+
+    name = key()
+    with pytest.raises(RuntimeError, match="no bytes"):
+        client.put_many([PutItem(name, 100, fail)])
+    stats = control(node).GetStats(pb.GetStatsRequest())
+    assert (stats.used_bytes, stats.num_puts) == (before, 0)
+    assert put(client, {name: b"again"})[0].outcome is Outcome.OK
+
+
+def test_an_error_of_the_reader_ends_its_lease(client: StoreClient, node: Node) -> None:
+    name = key()
+    put(client, {name: b"bytes"})
+
+    def refuse(at: int, view: memoryview) -> None:
+        raise ValueError("wrong size")
+
+    with pytest.raises(ValueError, match="wrong size"):
+        client.get_many([name], refuse)
+    assert control(node).GetStats(pb.GetStatsRequest()).num_leases == 0
+    assert get(client, [name])[0][0].outcome is Outcome.OK
+
+
+@pytest.mark.parametrize(("name", "size"), [(b"short", 1), (bytes(32), 0), (bytes(32), 9 * MIB)])
+def test_a_bad_key_or_size_is_invalid(client: StoreClient, name: bytes, size: int) -> None:
+    assert client.put_many([PutItem(name, size, pytest.fail)])[0].outcome is Outcome.INVALID
+
+
+def test_bytes_that_changed_do_not_verify(node: Node) -> None:
+    """A writer that comes too late damages an object at worst; no reader takes it for good."""
+    name = key()
+    memory = StoreClient(node.address, transport="memory")
+    kept: list[memoryview] = []
+    memory.put_many([PutItem(name, 6, lambda view: keep(view, kept))])
+    kept[0][:] = b"late!!"
+    for transport in ("memory", "stream"):
+        reader = StoreClient(node.address, transport=transport)
+        assert get(reader, [name])[0][0].outcome is Outcome.CORRUPT
+        reader.close()
+    memory.close()
+
+
+def keep(view: memoryview, kept: list[memoryview]) -> None:
+    view[:] = b"bytes!"
+    kept.append(view[:])
+
+
+def test_a_read_that_outlives_its_lease_is_dropped() -> None:
+    with running_node(lease_s=0.2) as node:
+        for transport in ("memory", "stream"):
+            client = StoreClient(node.address, transport=transport)
+            name = key()
+            put(client, {name: b"bytes"})
+            [result] = client.get_many([name], lambda i, view: time.sleep(0.3))
+            assert result.outcome is Outcome.EXPIRED
+            client.close()
+
+
+def test_a_put_that_takes_too_long_is_not_published_and_its_room_is_free_again() -> None:
+    with running_node(put_ttl_s=0.4) as node:
+        for transport in ("memory", "stream"):
+            client = StoreClient(node.address, transport=transport)
+            slow, after = key(), key()
+            results = client.put_many(
+                [
+                    PutItem(slow, 5, lambda view: time.sleep(0.5)),
+                    PutItem(after, 5, lambda view: None),
+                ]
+            )
+            assert [r.outcome for r in results] == [Outcome.EXPIRED, Outcome.EXPIRED]
+            assert client.exists_many([slow, after]) == [False, False]
+            stats = control(node).GetStats(pb.GetStatsRequest())
+            assert (stats.used_bytes, stats.num_puts) == (0, 0)
+            client.close()
+
+
+def test_the_pool_is_bounded_and_old_objects_make_room(node: Node) -> None:
+    with running_node(pool_bytes=4 * MIB) as node:
+        client = StoreClient(node.address)
+        names = [key() for _ in range(40)]
+        for name in names:
+            assert put(client, {name: os.urandom(256 << 10)})[0].stored
+        present = client.exists_many(names)
+        assert present == sorted(present)
+        assert 10 < sum(present) <= 15
+        stats = control(node).GetStats(pb.GetStatsRequest())
+        assert stats.used_bytes <= 0.9 * stats.pool_bytes
+        assert stats.evictions_total == 40 - sum(present)
+        client.close()
+
+
+def test_what_is_being_read_stays_and_a_full_pool_refuses() -> None:
+    with running_node(pool_bytes=4 * MIB) as node:
+        client, other = StoreClient(node.address), StoreClient(node.address)
+        names = [key() for _ in range(3)]
+        put(client, {name: os.urandom(MIB) for name in names})
+        outcomes: list[Outcome] = []
+
+        def sink(at: int, view: memoryview) -> None:
+            if at == 0:
+                filler = {key(): os.urandom(MIB) for _ in range(3)}
+                outcomes.extend(r.outcome for r in put(other, filler))
+
+        results = client.get_many(names, sink)
+        assert [r.outcome for r in results] == [Outcome.OK] * 3
+        assert outcomes == [Outcome.OK, Outcome.NO_SPACE, Outcome.NO_SPACE]
+        client.close()
+        other.close()
+
+
+def test_a_revoked_put_is_gone(node: Node) -> None:
+    stub = control(node)
+    request = pb.PutStartRequest(items=[pb.PutItem(key=key(), num_bytes=10)])
+    [reserved] = stub.PutStart(request).reservations
+    revoke = pb.PutRevokeRequest(put_ids=[reserved.put_id])
+    assert stub.PutRevoke(revoke).statuses == [pb.ITEM_STATUS_OK]
+    end = pb.PutEndRequest(items=[pb.PutEndItem(put_id=reserved.put_id)])
+    assert stub.PutEnd(end).statuses == [pb.ITEM_STATUS_EXPIRED]
+
+
+def test_a_lease_is_renewed_over_the_wire(node: Node) -> None:
+    stub = control(node)
+    name = key()
+    client = StoreClient(node.address)
+    put(client, {name: b"x"})
+    [found] = stub.Get(pb.GetRequest(keys=[name], lease_ms=200)).results
+    assert found.lease_ms == 200
+    renew = pb.VerifyLeaseRequest(lease_ids=[found.lease_id], renew_ms=5000)
+    assert stub.VerifyLease(renew).statuses == [pb.ITEM_STATUS_OK]
+    time.sleep(0.25)
+    release = pb.ReleaseRequest(lease_ids=[found.lease_id, 1])
+    assert stub.Release(release).statuses == [pb.ITEM_STATUS_OK, pb.ITEM_STATUS_NOT_FOUND]
+    client.close()
+
+
+def test_another_incarnation_and_an_endless_batch_are_refused(node: Node) -> None:
+    stub = control(node)
+    with pytest.raises(grpc.RpcError) as caught:
+        stub.Get(pb.GetRequest(keys=[key()], incarnation="of last week"))
+    assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+    with pytest.raises(grpc.RpcError) as caught:
+        stub.Exists(pb.ExistsRequest(keys=[b""] * 5000))
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+def test_bytes_are_shown_to_nobody_without_the_token(node: Node) -> None:
+    import socket
+
+    store = control(node).GetNode(pb.GetNodeRequest())
+    host, port = store.stream_address.split(":")
+    with socket.create_connection((host, int(port)), 5) as stream:
+        stream.sendall(hello(bytes(32)))
+        with pytest.raises(ConnectionError):
+            raise_if_closed(stream.recv(1))
+    with socket.socket(socket.AF_UNIX) as memory:
+        memory.settimeout(5)
+        memory.connect(store.memory_socket)
+        memory.sendall(hello(bytes(32)))
+        data, fds, _, _ = socket.recv_fds(memory, 8, 1)
+        assert (data, fds) == (b"", [])
+
+
+def raise_if_closed(data: bytes) -> None:
+    if not data:
+        raise ConnectionResetError
+
+
+def test_a_restarted_store_is_found_again_by_both_ways() -> None:
+    ports = free_ports(2)
+    address = f"127.0.0.1:{ports[0]}"
+    clients = [StoreClient(address, transport=t) for t in ("memory", "stream")]
+    with running_node(ports):
+        for client in clients:
+            assert put(client, {key(): b"x"})[0].stored
+    with running_node(ports):
+        for client in clients:
+            deadline = time.monotonic() + 10
+            while not put(client, {key(): b"y" * 5000})[0].stored:
+                assert time.monotonic() < deadline
+                time.sleep(0.05)
+            name = key()
+            assert put(client, {name: b"z" * 5000})[0].outcome is Outcome.OK
+            assert get(client, [name])[1] == {0: b"z" * 5000}
+            client.close()
+
+
+@pytest.mark.parametrize("transport", ["memory", "stream"])
+def test_a_store_that_dies_in_the_middle_fails_fast_and_wrong_bytes_never_pass(
+    transport: str,
+) -> None:
+    with running_node() as node:
+        client = StoreClient(node.address, transport=transport)
+        names = [key(), key()]
+        put(client, dict.fromkeys(names, b"bytes"))
+
+        def kill(at: int, view: memoryview) -> None:
+            node.process.kill()
+            node.process.wait()
+
+        started = time.monotonic()
+        results = client.get_many(names, kill)
+        assert {r.outcome for r in results} == {Outcome.UNAVAILABLE}
+        assert put(client, {key(): b"x"})[0].outcome is Outcome.UNAVAILABLE
+        with pytest.raises(TransferError, match="does not answer"):
+            client.exists_many(names)
+        assert time.monotonic() - started < 1.0
+        client.close()
+
+
+def test_a_store_that_hangs_costs_one_deadline_and_then_nothing() -> None:
+    with running_node() as node:
+        client = StoreClient(node.address, timeout_s=0.5)
+        name = key()
+        put(client, {name: b"bytes"})
+        node.process.send_signal(signal.SIGSTOP)
+        times = []
+        for _ in range(3):
+            started = time.monotonic()
+            assert get(client, [name])[0][0].outcome is Outcome.UNAVAILABLE
+            times.append(time.monotonic() - started)
+        assert times[0] < 1.0
+        assert max(times[1:]) < 0.05
+        node.process.send_signal(signal.SIGCONT)
+        time.sleep(0.6)
+        assert get(client, [name])[1] == {0: b"bytes"}
+        client.close()
+
+
+def test_a_clean_stop_leaves_nothing_behind() -> None:
+    with running_node() as node:
+        folder = Path(control(node).GetNode(pb.GetNodeRequest()).memory_socket).parent
+        assert folder.is_dir()
+        assert folder.stat().st_mode & 0o077 == 0
+        node.process.terminate()
+        assert node.process.wait(10) == 0
+        assert not folder.exists()
+
+
+def test_metrics_show_what_happened(node: Node) -> None:
+    client = StoreClient(node.address, transport="stream")
+    put(client, {key(): b"x" * 100})
+    client.close()
+    _, text = node.get("/metrics")
+    lines = dict(line.rsplit(" ", 1) for line in text.splitlines() if line[:1] not in "#")
+    assert float(lines["diptych:kvstore_puts_total"]) >= 1
+    assert float(lines["diptych:kvstore_stream_received_bytes_total"]) >= 100
+    assert float(lines["diptych:kvstore_pool_bytes"]) == 8 * MIB
+
+
+def test_statuses_have_the_numbers_of_the_contract() -> None:
+    ours = {f"ITEM_STATUS_{s.name}": int(s) for s in Status}
+    assert {"ITEM_STATUS_UNSPECIFIED": 0, **ours} == dict(pb.ItemStatus.items())
+
+
+def test_redis_missing_at_start_is_not_ready_with_a_reason_and_lost_later_is_no_harm(
+    tmp_path: Path,
+) -> None:
+    link = tmp_path / "redis.sock"
+    redis = {"redis": f"unix://{link}", "heartbeat_s": 0.1, "liveness_s": 1.0}
+    with running_node(redis=redis) as node:
+        assert "does not answer" in node.until_ready(503)
+        server = EmbeddedRedis()
+        link.symlink_to(server.start().removeprefix("unix://"))
+        node.until_ready()
+        client = StoreClient(node.address)
+        name = key()
+        put(client, {name: b"bytes"})
+        server.kill()
+        server.stop()
+        time.sleep(0.3)
+        assert node.get("/readyz")[0] == 200
+        assert get(client, [name])[1] == {0: b"bytes"}
+        assert put(client, {key(): b"more"})[0].outcome is Outcome.OK
+        client.close()
