@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Coroutine, Iterable
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
 from typing import Any
 
 from diptych.clock import Clock
@@ -29,6 +29,9 @@ from diptych.worker.requests import Owned, RequestTable
 from diptych.worker.streams import StreamHub
 
 logger = logging.getLogger(__name__)
+
+# How long a drained worker waits for routers to say that they have the last frames.
+_LAST_ACK_S = 2.0
 
 
 class WorkerServicer(worker_pb2_grpc.WorkerServicer):
@@ -147,12 +150,17 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
             Requests left at the deadline.
         """
         self.draining = True
+        await self._wait_until(lambda: not len(self._table), deadline_s)
+        await self._wait_until(lambda: self._hub.delivered, min(deadline_s, _LAST_ACK_S))
+        return len(self._table)
+
+    async def _wait_until(self, holds: Callable[[], bool], timeout_s: float) -> None:
+        """Return when `holds` does, or after `timeout_s`."""
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(deadline_s):
-                while len(self._table) or not self._hub.delivered:
+            async with asyncio.timeout(timeout_s):
+                while not holds():
                     self._changed.clear()
                     await self._changed.wait()
-        return len(self._table)
 
     async def close(self) -> None:
         """Abort what is left, end the streams and stop the timers."""
