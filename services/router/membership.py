@@ -1,0 +1,135 @@
+"""Which workers there are: a fixed list, or what the registry says. One link for each."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import AsyncExitStack, asynccontextmanager
+
+from diptych.registry import Registry, Watch, WorkerRecord
+from diptych.services.router.route import Role
+from diptych.services.router.worker_link import WorkerLink
+
+logger = logging.getLogger(__name__)
+
+
+class Members:
+    """The links to all known workers. `async with` closes them at the end."""
+
+    def __init__(
+        self,
+        make_link: Callable[[str, Callable[[], None]], WorkerLink],
+        serves: Callable[[str], bool] = lambda model: True,
+    ) -> None:
+        """`make_link(address, on_change)` makes a link that is not open yet; workers of models that
+        `serves(model)` denies get no requests."""
+        self._serves = serves
+        self._make_link = make_link
+        self._links: dict[str, WorkerLink] = {}
+        self._wanted: set[str] = set()
+        self._closing: set[asyncio.Task[None]] = set()
+        self._changed = asyncio.Event()
+
+    @property
+    def links(self) -> list[WorkerLink]:
+        return list(self._links.values())
+
+    @property
+    def ready(self) -> list[WorkerLink]:
+        """Workers that take requests now."""
+        return [k for k in self._links.values() if k.ready and self._serves(k.info.model)]
+
+    @property
+    def max_model_len(self) -> int | None:
+        """Longest prompt plus output that every ready worker can take; None if there is none."""
+        return min((link.info.max_model_len for link in self.ready), default=None)
+
+    def count(self) -> Counter[Role]:
+        """Ready workers by role."""
+        return Counter(link.role for link in self.ready)
+
+    async def set_addresses(self, addresses: Iterable[str]) -> None:
+        """Open links to new addresses; those that are not named any more close once their worker
+        is gone, so that what runs there ends in peace."""
+        self._wanted = set(addresses)
+        for address in self._wanted - self._links.keys():
+            link = self._make_link(address, self._on_change)
+            self._links[address] = await link.__aenter__()
+            logger.info("worker at %s joined", address)
+        self._sweep()
+
+    async def wait_change(self, timeout_s: float) -> None:
+        """Return when a worker has become usable or stopped being so, or after the time."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._changed.wait(), timeout_s)
+
+    async def close(self) -> None:
+        """Close every link; what runs there is lost."""
+        self._wanted = set()
+        self._sweep(connected_too=True)
+        await asyncio.gather(*self._closing, return_exceptions=True)
+
+    def _on_change(self) -> None:
+        self._sweep()
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    def _sweep(self, *, connected_too: bool = False) -> None:
+        for address in self._links.keys() - self._wanted:
+            if connected_too or not self._links[address].connected:
+                link = self._links.pop(address)
+                logger.info("worker at %s left", address)
+                task = asyncio.create_task(self._close(link))
+                self._closing.add(task)
+                task.add_done_callback(self._closing.discard)
+
+    @staticmethod
+    async def _close(link: WorkerLink) -> None:
+        await link.__aexit__(None, None, None)
+
+
+@asynccontextmanager
+async def static_membership(members: Members, addresses: Iterable[str]) -> AsyncIterator[None]:
+    """Serve with a fixed list of `host:port`."""
+    await members.set_addresses(addresses)
+    try:
+        yield
+    finally:
+        await members.close()
+
+
+@asynccontextmanager
+async def registry_membership(
+    members: Members, registry: Registry
+) -> AsyncIterator[Watch[WorkerRecord]]:
+    """Serve with what the registry knows, as it changes.
+
+    While the registry is silent, membership stays as it was.
+    """
+    wanted: asyncio.Queue[list[str]] = asyncio.Queue(maxsize=1)
+
+    def on_change(records: dict[str, WorkerRecord]) -> None:
+        addresses = [record.address for record in records.values()]
+        if wanted.full():
+            wanted.get_nowait()
+        wanted.put_nowait(addresses)
+
+    async def follow() -> None:
+        while True:
+            await members.set_addresses(await wanted.get())
+
+    async with AsyncExitStack() as stack:
+        stack.push_async_callback(members.close)
+        watch = Watch(registry, WorkerRecord, on_change)
+        task = asyncio.create_task(follow(), name="membership")
+        stack.push_async_callback(_cancel, task)
+        yield await stack.enter_async_context(watch)
+
+
+async def _cancel(task: asyncio.Task[None]) -> None:
+    task.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await task

@@ -1,0 +1,370 @@
+"""The router's end of one worker: its stream, its state, and the requests that it runs.
+
+One stream carries the outputs of all requests of this router. A stream that breaks is resumed by
+(incarnation, sequence); when that fails for `resume_s`, or the worker comes back as another
+incarnation, or its frames have a gap, the requests that it ran are reported as lost.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Protocol, Self
+
+import grpc
+
+from diptych.clock import Clock
+from diptych.errors import (
+    DeadlineError,
+    DiptychError,
+    EngineError,
+    NoStreamError,
+    UnavailableError,
+)
+from diptych.proto import worker_pb2, worker_pb2_grpc
+from diptych.rpc import PROTOCOL_VERSION, error_from_rpc, open_channel
+from diptych.services.router.frames import read_frame
+from diptych.services.router.route import Entry, Role
+
+logger = logging.getLogger(__name__)
+
+_ACK_EVERY_FRAMES = 16
+_FIRST_BACKOFF_S = 0.05
+_MAX_BACKOFF_S = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkTimes:
+    """Deadlines of one link, in seconds."""
+
+    poll_s: float = 1.0
+    call_s: float = 2.0
+    submit_s: float = 10.0
+    resume_s: float = 1.0
+    silence_s: float = 5.0
+
+
+class Listener(Protocol):
+    """Who runs a request on a worker. Both calls return at once."""
+
+    def on_entry(self, worker_key: str, entry: Entry) -> None:
+        """The worker says something about the request."""
+        ...
+
+    def on_lost(self, worker_key: str, reason: str) -> None:
+        """The worker will say no more about it."""
+        ...
+
+
+@dataclass(slots=True)
+class _Running:
+    listener: Listener
+    epoch: int
+    num_tokens: int
+
+
+class WorkerLink:
+    """One worker as this router sees it. `async with` opens and closes it.
+
+    `on_change` is called whenever the worker becomes usable or stops being so.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        router_incarnation: str,
+        clock: Clock,
+        times: LinkTimes | None = None,
+        on_change: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.address = address
+        self.info = worker_pb2.WorkerInfo()
+        self.load = worker_pb2.WorkerLoad()
+        self._router_incarnation = router_incarnation
+        self._clock = clock
+        self._times = times or LinkTimes()
+        self._on_change = on_change
+        self._running: dict[str, _Running] = {}
+        self._cancels: dict[str, int] = {}
+        self._wake = asyncio.Event()
+        self._streaming = False
+        self._greeted_incarnation = ""
+        self._last_sequence = 0
+        self._acked_sequence = 0
+        self._num_submitting = 0
+        self._heard_at = clock.monotonic()
+        self._tasks: list[asyncio.Task[None]] = []
+        self._session: asyncio.Task[None] | None = None
+        self._channel: Any = None
+        self._stub: Any = None
+
+    @property
+    def key(self) -> str:
+        """Names this life of the worker."""
+        return f"{self.info.worker_id}/{self.info.incarnation}"
+
+    @property
+    def role(self) -> Role:
+        return Role(self.info.role)
+
+    @property
+    def kv_namespace(self) -> str:
+        return self.info.kv_namespace
+
+    @property
+    def connected(self) -> bool:
+        """Whether its stream is open."""
+        return self._streaming
+
+    @property
+    def ready(self) -> bool:
+        """Whether requests may be sent there now."""
+        return self._streaming and not self.info.draining
+
+    @property
+    def num_in_flight(self) -> int:
+        """Requests of this router that it runs."""
+        return len(self._running)
+
+    @property
+    def num_tokens_in_flight(self) -> int:
+        """Prompt tokens still to be computed: the larger of what it says and what we know."""
+        ours = sum(running.num_tokens for running in self._running.values())
+        return max(self.load.num_pending_tokens, ours)
+
+    @property
+    def kv_usage(self) -> float:
+        """Share of its KV blocks in use."""
+        return self.load.kv_usage
+
+    @property
+    def num_requests(self) -> int:
+        """Requests it has, of all routers: the larger of what it says and what we know."""
+        reported = self.load.num_running + self.load.num_waiting + self._num_submitting
+        return max(reported, len(self._running))
+
+    async def submit(self, request: worker_pb2.SubmitRequest, listener: Listener) -> None:
+        """Queue a request; what the worker says of it goes to `listener` until it is forgotten.
+
+        Raises:
+            DiptychError: the worker refused, or did not answer in time. Whether it may all the same
+                run the request is settled by a cancel.
+        """
+        request_id, epoch = request.ticket.request_id, request.ticket.epoch
+        if not self._streaming:
+            raise UnavailableError(f"worker {self.address} has no stream")
+        self._running[request_id] = _Running(listener, epoch, len(request.prompt_token_ids))
+        self._num_submitting += 1
+        accepted = False
+        try:
+            response = await self._stub.Submit(request, timeout=self._times.submit_s)
+            self.load = response.load
+            accepted = True
+        except grpc.aio.AioRpcError as error:
+            raise error_from_rpc(error) from None
+        finally:
+            self._num_submitting -= 1
+            if not accepted:
+                self.cancel(request_id, epoch)
+
+    def cancel(self, request_id: str, epoch: int) -> None:
+        """End a request there and forget it. Idempotent."""
+        self.forget(request_id, epoch)
+        self._cancels[request_id] = max(epoch, self._cancels.get(request_id, 0))
+        self._wake.set()
+
+    def forget(self, request_id: str, epoch: int) -> None:
+        """The request is over: its listener hears no more."""
+        running = self._running.get(request_id)
+        if running is not None and running.epoch <= epoch:
+            del self._running[request_id]
+
+    async def __aenter__(self) -> Self:
+        self._channel = open_channel(self.address)
+        self._stub = worker_pb2_grpc.WorkerStub(self._channel)  # type: ignore[no-untyped-call]
+        self._tasks = [
+            asyncio.create_task(self._keep_streaming(), name=f"stream {self.address}"),
+            asyncio.create_task(self._keep_polling(), name=f"poll {self.address}"),
+        ]
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._set_streaming(False)
+        self._lose_all("the router closes its link")
+        await self._channel.close()
+
+    async def _keep_streaming(self) -> None:
+        """Open the stream again and again; report requests as lost when that takes too long."""
+        backoff_s = _FIRST_BACKOFF_S
+        broken_at: float | None = None
+        while True:
+            was_open = await self._run_session()
+            now = self._clock.monotonic()
+            if was_open or broken_at is None:
+                broken_at, backoff_s = now, _FIRST_BACKOFF_S
+            if now - broken_at >= self._times.resume_s:
+                self._lose_all(f"worker {self.address} is gone")
+            await self._clock.sleep(backoff_s * (0.5 + self._clock.random().random()))
+            backoff_s = min(2 * backoff_s, _MAX_BACKOFF_S, self._times.resume_s)
+
+    async def _run_session(self) -> bool:
+        """One stream from opening to end, as a task that silence may cancel. True if it opened."""
+        session = asyncio.create_task(self._stream_once(), name=f"session {self.address}")
+        self._session = session
+        try:
+            await asyncio.wait([session])
+        finally:
+            session.cancel()
+            await asyncio.gather(session, return_exceptions=True)
+        was_open = self._streaming
+        self._set_streaming(False)
+        error = None if session.cancelled() else session.exception()
+        if isinstance(error, grpc.aio.AioRpcError | DiptychError | asyncio.InvalidStateError):
+            logger.debug("stream of %s: %s", self.address, _brief(error))
+        elif error is not None:
+            logger.error("stream of %s", self.address, exc_info=error)
+        return was_open
+
+    async def _stream_once(self) -> None:
+        """Open a stream and serve it to its end."""
+        await self._poll()
+        call = self._stub.Stream()
+        writer: asyncio.Task[None] | None = None
+        try:
+            await call.write(self._hello())
+            answer = await asyncio.wait_for(call.read(), self._times.call_s)
+            if answer is grpc.aio.EOF:
+                return
+            self._on_answer(answer)
+            writer = asyncio.create_task(self._write(call), name=f"write {self.address}")
+            while (frame := await call.read()) is not grpc.aio.EOF:
+                self._on_frame(frame)
+        except TimeoutError:
+            raise DeadlineError(f"worker {self.address} does not answer a Hello") from None
+        finally:
+            call.cancel()
+            if writer is not None:
+                writer.cancel()
+                await asyncio.gather(writer, return_exceptions=True)
+
+    def _hello(self) -> worker_pb2.RouterMessage:
+        return worker_pb2.RouterMessage(
+            hello=worker_pb2.Hello(
+                router_incarnation=self._router_incarnation,
+                protocol_version=PROTOCOL_VERSION,
+                worker_incarnation=self._greeted_incarnation,
+                last_sequence=self._last_sequence,
+            )
+        )
+
+    def _on_answer(self, answer: worker_pb2.WorkerFrame) -> None:
+        """The first frame of a stream: from where it goes on."""
+        if answer.incarnation != self.info.incarnation:
+            raise NoStreamError(f"worker {self.address} restarted in between")
+        if answer.gap or answer.sequence != self._last_sequence:
+            self._lose_all(f"outputs of worker {self.address} are lost")
+        self._last_sequence = self._acked_sequence = answer.sequence
+        self._greeted_incarnation = answer.incarnation
+        self._set_streaming(True)
+        logger.info("worker %s (%s) is connected", self.address, self.role.name.lower())
+
+    def _on_frame(self, frame: worker_pb2.WorkerFrame) -> None:
+        if frame.sequence <= self._last_sequence:
+            return
+        expected, self._last_sequence = self._last_sequence + 1, frame.sequence
+        try:
+            if frame.sequence != expected:
+                raise EngineError(f"frame {frame.sequence} came where {expected} was due")
+            entries = read_frame(frame)
+        except DiptychError as error:
+            self._lose_all(f"worker {self.address} cannot be followed: {error.message}")
+            return
+        self._heard_at = self._clock.monotonic()
+        if frame.HasField("load"):
+            self.load = frame.load
+        key = self.key
+        for request_id, entry in entries:
+            running = self._running.get(request_id)
+            if running is not None and running.epoch == entry.epoch:
+                running.num_tokens = 0
+                running.listener.on_entry(key, entry)
+        if self._last_sequence - self._acked_sequence >= _ACK_EVERY_FRAMES:
+            self._wake.set()
+
+    async def _write(self, call: Any) -> None:
+        """Send cancels at once, acknowledgements with them or when many frames have come."""
+        while True:
+            self._wake.clear()
+            if self._cancels:
+                cancels, self._cancels = self._cancels, {}
+                await call.write(
+                    worker_pb2.RouterMessage(
+                        cancel=worker_pb2.Cancel(
+                            request_ids=list(cancels), epochs=list(cancels.values())
+                        )
+                    )
+                )
+            if self._last_sequence > self._acked_sequence:
+                self._acked_sequence = self._last_sequence
+                await call.write(
+                    worker_pb2.RouterMessage(ack=worker_pb2.Ack(sequence=self._last_sequence))
+                )
+            await self._wake.wait()
+
+    async def _keep_polling(self) -> None:
+        """Ask for the worker's state; a worker that is silent for too long is lost."""
+        while True:
+            await self._clock.sleep(self._times.poll_s)
+            self._wake.set()
+            with contextlib.suppress(grpc.aio.AioRpcError, DiptychError):
+                await self._poll()
+            if self._clock.monotonic() - self._heard_at > self._times.silence_s:
+                if self._session is not None:
+                    self._session.cancel()
+                self._lose_all(f"worker {self.address} is silent")
+
+    async def _poll(self) -> None:
+        info = await self._stub.GetInfo(worker_pb2.GetInfoRequest(), timeout=self._times.call_s)
+        self._heard_at = self._clock.monotonic()
+        if info.incarnation != self.info.incarnation:
+            self._lose_all(f"worker {self.address} restarted")
+            self._set_streaming(False)
+            self._last_sequence = self._acked_sequence = 0
+            self._greeted_incarnation = ""
+            self._cancels.clear()
+        changed = info.draining != self.info.draining or info.role != self.info.role
+        self.info, self.load = info, info.load
+        if changed:
+            self._on_change()
+
+    def _set_streaming(self, streaming: bool) -> None:
+        if streaming != self._streaming:
+            self._streaming = streaming
+            self._on_change()
+
+    def _lose_all(self, reason: str) -> None:
+        running, self._running = self._running, {}
+        key = self.key
+        if running:
+            logger.warning("%s: %d requests go elsewhere", reason, len(running))
+        for request_id, request in running.items():
+            # should the worker live on, it must not compute for nobody
+            self._cancels[request_id] = request.epoch
+            request.listener.on_lost(key, reason)
+
+
+def _brief(error: BaseException) -> str:
+    return error.details() if isinstance(error, grpc.aio.AioRpcError) else str(error)
