@@ -1,9 +1,12 @@
 """Kernels run on the GPU where there is one, else in Triton's interpreter on the CPU."""
 
+import importlib.util
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -11,6 +14,43 @@ from torch import Tensor
 if not torch.cuda.is_available():
     # read when triton is imported
     os.environ["TRITON_INTERPRET"] = "1"
+
+
+def _repair_interpreter() -> None:
+    """Make Triton 3.6's interpreter compute what a GPU does.
+
+    It takes loop bounds by `int(array of one)`, which numpy 2.4 refuses; it truncates to bfloat16
+    instead of rounding; and it multiplies matrices of bfloat16 as the integers that hold them.
+    """
+    from triton.runtime import interpreter
+
+    patch_tensor = interpreter._patch_lang_tensor
+    builder = interpreter.InterpreterBuilder
+    cast, dot = builder.cast_impl, builder.create_dot
+    handle, tl = interpreter.TensorHandle, interpreter.tl
+
+    def patch_tensor_index(tensor: type, scope: Any) -> None:
+        patch_tensor(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    def cast_rounding(self: Any, source: Any, target: Any) -> Any:
+        if (source.dtype.scalar, target.scalar) == (tl.float32, tl.bfloat16):
+            data = torch.from_numpy(np.ascontiguousarray(source.data)).bfloat16()
+            return handle(data.view(torch.uint16).numpy(), tl.bfloat16)
+        return cast(self, source, target)
+
+    def dot_of_floats(self: Any, a: Any, b: Any, *args: Any) -> Any:
+        if a.dtype.scalar == tl.bfloat16:
+            a, b = (cast(self, operand, tl.float32) for operand in (a, b))
+        return dot(self, a, b, *args)
+
+    interpreter._patch_lang_tensor = patch_tensor_index
+    builder.cast_impl = cast_rounding
+    builder.create_dot = dot_of_floats
+
+
+if not torch.cuda.is_available() and importlib.util.find_spec("triton"):
+    _repair_interpreter()
 
 
 @pytest.fixture

@@ -1,0 +1,100 @@
+"""RMSNorm, alone and with the residual addition before it."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+@triton.jit
+def _rms_norm_kernel(
+    x,
+    residual,
+    weight,
+    out,
+    total,
+    eps,
+    rows_inner,
+    stride_x_outer,
+    stride_x_inner,
+    stride_residual,
+    N: tl.constexpr,
+    BN: tl.constexpr,
+    ADD: tl.constexpr,
+):
+    i_row = tl.program_id(0).to(tl.int64)
+    o_n = tl.arange(0, BN)
+    mask = o_n < N
+    p_x = x + (i_row // rows_inner) * stride_x_outer + (i_row % rows_inner) * stride_x_inner
+    # [BN]
+    b_x = tl.load(p_x + o_n, mask=mask, other=0.0).to(tl.float32)
+    if ADD:
+        b_residual = tl.load(residual + i_row * stride_residual + o_n, mask=mask, other=0.0)
+        # rounded before it is squared, as if stored and read again
+        b_total = (b_x + b_residual.to(tl.float32)).to(total.dtype.element_ty)
+        tl.store(total + i_row * N + o_n, b_total, mask=mask)
+        b_x = b_total.to(tl.float32)
+    b_w = tl.load(weight + o_n, mask=mask, other=0.0).to(tl.float32)
+    b_norm = (b_x * tl.rsqrt(tl.sum(b_x * b_x, 0) / N + eps)).to(out.dtype.element_ty)
+    tl.store(out + i_row * N + o_n, b_norm.to(tl.float32) * b_w, mask=mask)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """`x / sqrt(mean(x²) + eps) * weight` over the last axis, computed in float32.
+
+    Args:
+        x: `[T, N]` or `[T, H, N]`, last axis contiguous.
+        weight: `[N]`.
+    """
+    assert x.dim() in (2, 3)
+    assert x.stride(-1) == 1
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    rows_inner = x.shape[1] if x.dim() == 3 else 1
+    stride_inner = x.stride(1) if x.dim() == 3 else 0
+    _launch(x, None, weight, out, None, eps, rows_inner, stride_inner)
+    return out
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """`(rms_norm(x + residual), x + residual)`; both `[T, N]`, last axis contiguous."""
+    assert x.dim() == 2
+    assert x.stride(1) == residual.stride(1) == 1
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    total = torch.empty_like(out)
+    _launch(x, residual, weight, out, total, eps, 1, 0)
+    return out, total
+
+
+def _launch(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    out: Tensor,
+    total: Tensor | None,
+    eps: float,
+    rows_inner: int,
+    stride_inner: int,
+) -> None:
+    size = x.shape[-1]
+    rows = x.shape[0] * rows_inner
+    if rows == 0:
+        return
+    block = triton.next_power_of_2(size)
+    _rms_norm_kernel[(rows,)](
+        x,
+        residual,
+        weight,
+        out,
+        total,
+        eps,
+        rows_inner,
+        x.stride(0),
+        stride_inner,
+        0 if residual is None else residual.stride(0),
+        N=size,
+        BN=block,
+        ADD=residual is not None,
+        num_warps=min(max(block // 512, 1), 16),
+    )

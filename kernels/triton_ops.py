@@ -1,0 +1,22 @@
+"""The ops in Triton. Import this only where Triton is to run."""
+
+from __future__ import annotations
+
+from diptych.kernels.paged_decode_attention import paged_decode_attention
+from diptych.kernels.paged_prefill_attention import paged_prefill_attention
+from diptych.kernels.rms_norm import add_rms_norm, rms_norm
+from diptych.kernels.rope import rope
+from diptych.kernels.silu_mul import silu_mul
+from diptych.kernels.store_kv import store_kv
+
+
+class TritonOps:
+    """`dispatch.Ops` by Triton kernels."""
+
+    store_kv = staticmethod(store_kv)
+    paged_prefill_attention = staticmethod(paged_prefill_attention)
+    paged_decode_attention = staticmethod(paged_decode_attention)
+    rms_norm = staticmethod(rms_norm)
+    add_rms_norm = staticmethod(add_rms_norm)
+    rope = staticmethod(rope)
+    silu_mul = staticmethod(silu_mul)

@@ -1,0 +1,78 @@
+"""Compile every kernel, as its launcher launches it, for sm_90; needs no GPU. A script.
+
+The launchers run on tensors without storage; their launches are compiled instead of run.
+"""
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction
+
+from diptych.kernels import paged_decode_attention
+from diptych.kernels.triton_ops import TritonOps
+
+SHARED_MEMORY = 232_448
+POINTERS = {
+    torch.float32: "*fp32",
+    torch.bfloat16: "*bf16",
+    torch.float16: "*fp16",
+    torch.int32: "*i32",
+    torch.int64: "*i64",
+}
+compiled: dict[str, int] = {}
+
+
+def compile_launch(self: JITFunction, *args: object, grid: object, warmup: bool, **kwargs) -> None:
+    values = dict(zip(self.arg_names, args, strict=False))
+    values |= {name: kwargs.pop(name) for name in list(kwargs) if name in self.arg_names}
+    signature, constants, attributes = {}, {}, {}
+    for i, param in enumerate(self.params):
+        value = values[param.name]
+        is_one = type(value) is int and value == 1 and not param.do_not_specialize
+        if param.is_constexpr or value is None or is_one:
+            signature[param.name], constants[(i,)] = "constexpr", value
+        elif isinstance(value, float):
+            signature[param.name] = "fp32"
+        else:
+            is_tensor = isinstance(value, torch.Tensor)
+            signature[param.name] = POINTERS[value.dtype] if is_tensor else "i32"
+            if (is_tensor or value % 16 == 0) and not param.do_not_specialize:
+                attributes[(i,)] = [["tt.divisibility", 16]]
+    source = ASTSource(self, signature, constexprs=constants, attrs=attributes)
+    kernel = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=kwargs)
+    assert kernel.metadata.shared <= SHARED_MEMORY, (self.__name__, kernel.metadata.shared)
+    compiled[self.__name__] = compiled.get(self.__name__, 0) + 1
+
+
+def launch_all(dtype: torch.dtype, heads: int, kv_heads: int, dim: int, size: int, window: int):
+    def empty(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    ops, tokens = TritonOps(), 300
+    cache = empty(64, kv_heads, 2, 2, size, dim)
+    k_cache, v_cache = cache[:, :, 1, 0], cache[:, :, 1, 1]
+    q, k = empty(tokens, heads, dim), empty(tokens, kv_heads, dim)
+    positions = empty(tokens, dtype=torch.int64)
+    tables, lengths = empty(8, 32, dtype=torch.int32), empty(8, dtype=torch.int32)
+    starts = empty(9, dtype=torch.int32)
+    ops.store_kv(k, k, k_cache, v_cache, positions)
+    ops.rope(q, k, positions, empty(1000, dim, dtype=torch.float32))
+    ops.rms_norm(q, empty(dim), 1e-5)
+    ops.add_rms_norm(empty(tokens, 512), empty(tokens, 512), empty(512), 1e-5)
+    ops.silu_mul(empty(tokens, 1024))
+    for hint in (0, 1):
+        ops.paged_prefill_attention(q, k_cache, v_cache, tables, starts, lengths, 0.1, window, hint)
+        ops.paged_decode_attention(
+            q[:8], k_cache, v_cache, tables, lengths, 0.1, window, hint * 100
+        )
+
+
+if __name__ == "__main__":
+    JITFunction.run = compile_launch
+    paged_decode_attention._num_multiprocessors = lambda device: 132
+    launch_all(torch.bfloat16, 32, 8, 128, 64, 0)
+    launch_all(torch.float32, 9, 3, 80, 16, 0)
+    launch_all(torch.float16, 4, 4, 64, 32, 100)
+    launch_all(torch.bfloat16, 4, 2, 256, 16, 0)
+    print(compiled)
