@@ -1,0 +1,211 @@
+"""One engine on one device: load the model, size the KV cache, warm up, run steps."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import time
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from diptych.config import EngineConfig
+from diptych.connectors.base import KVConnectorWorker, KVLayout
+from diptych.engine.input_batch import InputBatch
+from diptych.engine.kv_budget import cpu_kv_bytes, gpu_kv_bytes, num_kv_blocks
+from diptych.engine.runner import ModelRunner
+from diptych.engine.step import ModelRunnerOutput, SchedulerOutput
+from diptych.engine.warm_up import peak_memory, warm_up
+from diptych.errors import ConfigError, EngineError, ModelLoadError
+from diptych.kernels.dispatch import Ops, select_ops
+from diptych.models.config import ModelConfig
+from diptych.models.fetch import resolve_model
+from diptych.models.llama import Decoder
+from diptych.models.loader import DummyWeights, SafetensorsWeights, weight_files
+from diptych.models.manifest import kv_namespace
+
+_log = logging.getLogger(__name__)
+
+_DTYPES = ("float32", "bfloat16", "float16")
+
+
+class UniprocExecutor:
+    """`engine.step.Executor` in this process.
+
+    Raises:
+        ModelLoadError: the model is missing, damaged or not supported.
+        ConfigError: the device is absent, or the KV cache does not fit it (with the arithmetic).
+    """
+
+    def __init__(self, config: EngineConfig, connector: KVConnectorWorker | None = None) -> None:
+        self._connector = connector
+        if config.num_threads is not None:
+            torch.set_num_threads(config.num_threads)
+        self._device = choose_device(config.device)
+        self.model_config = ModelConfig.from_directory(resolve_model(config.model, config.revision))
+        self.dtype = choose_dtype(config.dtype, self.model_config, self._device)
+        self.max_model_len = choose_max_model_len(config, self.model_config)
+        self._config = _with_device_defaults(config, self._device)
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)
+            torch.set_float32_matmul_precision("highest")  # no TF32: float32 means float32
+        started = time.monotonic()
+        self._namespace = self._digest()
+        ops = select_ops(self._device, config.attention_backend)
+        model = self._load_model(ops)
+        self._layout = self._size_kv_cache(model)
+        kv_cache = self._allocate()
+        batch = InputBatch(
+            self._config.max_num_seqs or 1,
+            self.max_model_len,
+            self._layout.block_size,
+            self.model_config.vocab_size,
+            self._device,
+        )
+        warm_up(model, kv_cache, self._layout, self.max_model_len)
+        self._runner: ModelRunner | None = ModelRunner(
+            model, kv_cache, self._layout, batch, connector
+        )
+        _log.info(
+            "loaded %s (%s) on %s in %.1f s: %d KV blocks of %d tokens",
+            self.model_config.path.name,
+            self._layout.dtype,
+            self._device,
+            time.monotonic() - started,
+            self._layout.num_blocks,
+            self._layout.block_size,
+        )
+
+    @property
+    def kv_layout(self) -> KVLayout:
+        return self._layout
+
+    @property
+    def kv_namespace(self) -> bytes:
+        return self._namespace
+
+    def execute_model(self, step: SchedulerOutput) -> ModelRunnerOutput:
+        if self._runner is None:
+            raise EngineError("the executor is shut down")
+        return self._runner.execute_model(step)
+
+    def shutdown(self) -> None:
+        if self._runner is None:
+            return
+        self._runner = None
+        if self._connector is not None:
+            self._connector.shutdown()
+        gc.collect()
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def _digest(self) -> bytes:
+        dummy = self._config.load_format == "dummy"
+        name = dtype_name(self.dtype)
+        return kv_namespace(
+            self.model_config,
+            [] if dummy else weight_files(self.model_config.path),
+            dtype=name,
+            kv_dtype=name,
+            seed=self._config.seed if dummy else None,
+        )
+
+    def _load_model(self, ops: Ops) -> Decoder:
+        config, device = self.model_config, self._device
+        if self._config.load_format == "dummy":
+            dummy = DummyWeights(self.dtype, device, self._config.seed, config.attention_bias)
+            return Decoder(config, dummy, ops, self.max_model_len, device)
+        try:
+            with SafetensorsWeights(config.path, self.dtype, device) as weights:
+                return Decoder(config, weights, ops, self.max_model_len, device)
+        except torch.OutOfMemoryError as error:
+            raise ModelLoadError(
+                f"the weights of {config.path.name} do not fit {device}: {error}"
+            ) from error
+
+    def _size_kv_cache(self, model: Decoder) -> KVLayout:
+        config = self.model_config
+        layout = KVLayout(
+            num_blocks=1,
+            num_kv_heads=config.num_kv_heads,
+            num_layers=config.num_layers,
+            block_size=self._config.block_size or 16,
+            head_dim=config.head_dim,
+            dtype=dtype_name(self.dtype),
+        )
+        if self._config.num_kv_blocks is not None:
+            budget = (0, "")
+        elif self._device.type == "cuda":
+            peak = peak_memory(model, layout, self._config, self.max_model_len, self._device)
+            budget = gpu_kv_bytes(self._config, self._device, peak)
+        else:
+            budget = cpu_kv_bytes(self._config)
+        count = num_kv_blocks(self._config, layout, self.max_model_len, *budget)
+        return replace(layout, num_blocks=count)
+
+    def _allocate(self) -> Tensor:
+        # zeros: a CPU's pages are taken when first written
+        return torch.zeros(self._layout.shape, dtype=self.dtype, device=self._device)
+
+
+def choose_device(name: str) -> torch.device:
+    """The device of `auto`, `cpu`, `cuda` or `cuda:N`.
+
+    Raises:
+        ConfigError: it is not there.
+    """
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    device = torch.device(name)
+    if device.type == "cuda":
+        count = torch.cuda.device_count()
+        if (device.index or 0) >= count:
+            raise ConfigError(f"device {name} was asked for, but torch sees {count} GPUs")
+        device = torch.device("cuda", device.index or 0)
+    return device
+
+
+def choose_dtype(name: str, model: ModelConfig, device: torch.device) -> torch.dtype:
+    """The type to compute in: as asked for; `auto` is the model's on GPUs, float32 on CPUs.
+
+    Raises:
+        ModelLoadError: the model's own type is not supported.
+    """
+    if model.dtype not in _DTYPES:
+        raise ModelLoadError(
+            f"dtype {model.dtype} of {model.path} is not supported; "
+            f"supported are {', '.join(_DTYPES)}"
+        )
+    if name == "auto":
+        name = model.dtype if device.type == "cuda" else "float32"
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
+
+
+def choose_max_model_len(config: EngineConfig, model: ModelConfig) -> int:
+    """The longest prompt plus output.
+
+    Raises:
+        ConfigError: more was asked for than the model's positions.
+    """
+    wanted = config.max_model_len or model.max_position
+    if wanted > model.max_position:
+        raise ConfigError(
+            f"max_model_len {wanted} is more than the {model.max_position} positions of the model"
+        )
+    return wanted
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _with_device_defaults(config: EngineConfig, device: torch.device) -> EngineConfig:
+    gpu = device.type == "cuda"
+    return replace(
+        config,
+        block_size=config.block_size or (64 if gpu else 16),
+        max_num_batched_tokens=config.max_num_batched_tokens or (8192 if gpu else 2048),
+        max_num_seqs=config.max_num_seqs or (256 if gpu else 64),
+    )

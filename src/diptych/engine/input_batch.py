@@ -1,0 +1,165 @@
+"""The state of the requests in a batch, one row each, and the step that it makes.
+
+A request is written whole when it enters; afterwards only what changed is written. All of a step is
+worked out over rows at once, with no loop over requests.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from diptych.engine.sampling_rows import SamplingRows
+from diptych.engine.step import NewRequest, RunningRequest, SchedulerOutput
+from diptych.models.layers import ForwardBatch
+
+Int32Array = NDArray[np.int32]
+Int64Array = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class StepRows:
+    """Which rows a step computes, in its order; S sequences.
+
+    Attributes:
+        request_ids: the requests of the rows.
+        rows: `[S]`, their rows.
+        starts: `[S + 1]`, where the tokens of each start in the flattened batch.
+        first, end: `[S]`, each computes its tokens `first..end`.
+        samples: `[R]`, indices into the S of those that reach their last known token.
+    """
+
+    request_ids: list[str]
+    rows: Int64Array
+    starts: Int64Array
+    first: Int64Array
+    end: Int64Array
+    samples: Int64Array
+
+
+class InputBatch:
+    """Rows of requests.
+
+    Args:
+        max_num_seqs, max_model_len: rows, and tokens of a row.
+        block_size: tokens of a KV block.
+        vocab_size: of the model's logits.
+        device: where steps are built.
+    """
+
+    def __init__(
+        self,
+        max_num_seqs: int,
+        max_model_len: int,
+        block_size: int,
+        vocab_size: int,
+        device: torch.device,
+    ) -> None:
+        self._block_size = block_size
+        self._device = device
+        self._pinned = device.type == "cuda"
+        self._free_rows = list(reversed(range(max_num_seqs)))
+        self._row_of: dict[str, int] = {}
+        blocks = -(-max_model_len // block_size) + 1
+        # zeros come from the system untouched: unused rows cost no memory
+        self.token_ids: Int32Array = np.zeros((max_num_seqs, max_model_len + 1), np.int32)
+        self.num_tokens: Int64Array = np.zeros(max_num_seqs, np.int64)
+        self.num_prompt_tokens: Int64Array = np.zeros(max_num_seqs, np.int64)
+        self.num_computed_tokens: Int64Array = np.zeros(max_num_seqs, np.int64)
+        self._block_tables: Int32Array = np.zeros((max_num_seqs, blocks), np.int32)
+        self._num_blocks: Int64Array = np.zeros(max_num_seqs, np.int64)
+        self.sampling = SamplingRows(max_num_seqs, vocab_size, device)
+
+    def __len__(self) -> int:
+        return len(self._row_of)
+
+    def apply(self, step: SchedulerOutput) -> None:
+        """Bring the rows to the state at the start of `step`."""
+        for request_id in step.finished_request_ids:
+            self._remove(request_id)
+        for new in step.new_requests:
+            self._add(new)
+        for running in step.running_requests:
+            self._update(running)
+
+    def step_rows(self, num_scheduled_tokens: dict[str, int]) -> StepRows:
+        """The rows of the scheduled requests, in the scheduler's order."""
+        request_ids = list(num_scheduled_tokens)
+        rows = np.array([self._row_of[r] for r in request_ids], np.int64)
+        counts = np.fromiter(num_scheduled_tokens.values(), np.int64, len(rows))
+        starts = np.zeros(len(rows) + 1, np.int64)
+        np.cumsum(counts, out=starts[1:])
+        first = self.num_computed_tokens[rows]
+        end = first + counts
+        samples = np.flatnonzero(end == self.num_tokens[rows])
+        return StepRows(request_ids, rows, starts, first, end, samples)
+
+    def forward_batch(self, step: StepRows) -> ForwardBatch:
+        """The step's tensors on the device."""
+        counts = step.end - step.first
+        total = int(step.starts[-1])
+        rows = np.repeat(step.rows, counts)
+        positions = np.arange(total) + np.repeat(step.first - step.starts[:-1], counts)
+        blocks = self._block_tables[rows, positions // self._block_size]
+        slots = blocks.astype(np.int64) * self._block_size + positions % self._block_size
+        max_seq_len = int(step.end.max())
+        width = -(-max_seq_len // self._block_size)
+        return ForwardBatch(
+            input_ids=self._put(self.token_ids[rows, positions].astype(np.int64)),
+            positions=self._put(positions),
+            slot_mapping=self._put(slots),
+            query_start_loc=self._put(step.starts.astype(np.int32)),
+            seq_lens=self._put(step.end.astype(np.int32)),
+            block_tables=self._put(self._block_tables[step.rows, :width]),
+            max_query_len=int(counts.max()),
+            max_seq_len=max_seq_len,
+        )
+
+    def append(self, step: StepRows, token_ids: Int64Array) -> None:
+        """Write the tokens sampled for `step.samples` behind their rows' last."""
+        rows = step.rows[step.samples]
+        self.token_ids[rows, self.num_tokens[rows]] = token_ids
+        self.num_tokens[rows] += 1
+
+    def output_token_ids(self, row: int) -> Int32Array:
+        return self.token_ids[row, self.num_prompt_tokens[row] : self.num_tokens[row]]
+
+    def _add(self, new: NewRequest) -> None:
+        self._remove(new.request_id)
+        row = self._row_of[new.request_id] = self._free_rows.pop()
+        count = len(new.token_ids)
+        self.token_ids[row, :count] = new.token_ids
+        self.num_tokens[row] = count
+        self.num_prompt_tokens[row] = new.num_prompt_tokens
+        self.num_computed_tokens[row] = new.num_computed_tokens
+        self._num_blocks[row] = 0
+        self._append_blocks(row, new.block_ids[0])
+        self.sampling.set(row, new)
+
+    def _update(self, running: RunningRequest) -> None:
+        row = self._row_of[running.request_id]
+        self.num_computed_tokens[row] = running.num_computed_tokens
+        if running.new_block_ids[0]:
+            self._append_blocks(row, running.new_block_ids[0])
+
+    def _append_blocks(self, row: int, block_ids: list[int]) -> None:
+        start = self._num_blocks[row]
+        self._block_tables[row, start : start + len(block_ids)] = block_ids
+        self._num_blocks[row] = start + len(block_ids)
+
+    def _remove(self, request_id: str) -> None:
+        row = self._row_of.pop(request_id, None)
+        if row is not None:
+            self._free_rows.append(row)
+            self.sampling.clear(row)
+
+    def _put(self, array: NDArray[Any]) -> Tensor:
+        tensor = torch.from_numpy(array)
+        if self._pinned:
+            tensor = tensor.pin_memory()
+        return tensor.to(self._device, non_blocking=True)

@@ -1,0 +1,63 @@
+"""How many KV blocks fit."""
+
+from __future__ import annotations
+
+import torch
+
+from diptych.config import GIB, MIB, EngineConfig
+from diptych.connectors.base import KVLayout
+from diptych.errors import ConfigError
+
+# CUDA context, cuBLAS workspaces and fragmentation, which the allocator does not count
+_GPU_OVERHEAD_BYTES = 768 * MIB
+
+
+def block_bytes(layout: KVLayout) -> int:
+    """Bytes of one block over all layers."""
+    item = torch.empty(0, dtype=getattr(torch, layout.dtype)).element_size()
+    return 2 * layout.num_kv_heads * layout.num_layers * layout.block_size * layout.head_dim * item
+
+
+def cpu_kv_bytes(config: EngineConfig) -> tuple[int, str]:
+    """The budget, and how it comes about."""
+    size = config.cpu_kv_cache_bytes
+    return size, f"cpu_kv_cache_bytes = {size / MIB:.0f} MiB"
+
+
+def gpu_kv_bytes(config: EngineConfig, device: torch.device, peak_bytes: int) -> tuple[int, str]:
+    """The budget, and how it comes about; `peak_bytes` is the most a step needs without KV."""
+    free, total = torch.cuda.mem_get_info(device)
+    share = int(total * config.gpu_memory_utilization)
+    size = share - peak_bytes - _GPU_OVERHEAD_BYTES
+    room = free - _GPU_OVERHEAD_BYTES // 2  # others may have taken what our share counts on
+    text = (
+        f"gpu_memory_utilization {config.gpu_memory_utilization} of {total / GIB:.1f} GiB, less "
+        f"{peak_bytes / GIB:.1f} GiB for weights and activations and "
+        f"{_GPU_OVERHEAD_BYTES / GIB:.1f} GiB of overhead, at most {room / GIB:.1f} GiB free, "
+        f"= {min(size, room) / GIB:.1f} GiB"
+    )
+    return min(size, room), text
+
+
+def num_kv_blocks(
+    config: EngineConfig, layout: KVLayout, max_model_len: int, budget_bytes: int, budget: str
+) -> int:
+    """The blocks of the cache: as configured, else what the budget holds.
+
+    Raises:
+        ConfigError: one request of `max_model_len` tokens does not fit, with the arithmetic.
+    """
+    each = block_bytes(layout)
+    if config.num_kv_blocks is not None:
+        count, source = config.num_kv_blocks, f"num_kv_blocks = {config.num_kv_blocks}"
+    else:
+        count, source = max(budget_bytes, 0) // each, budget
+    needed = -(-max_model_len // layout.block_size)
+    if count < needed:
+        raise ConfigError(
+            f"the KV cache does not fit max_model_len {max_model_len}: that takes {needed} blocks "
+            f"of {layout.block_size} tokens, {each / MIB:.2f} MiB each, {needed * each / MIB:.0f} "
+            f"MiB in all, but there are {count} ({source}); raise the budget or set max_model_len "
+            f"to {count * layout.block_size} or less"
+        )
+    return count

@@ -1,0 +1,193 @@
+"""From logits to tokens.
+
+Order: constraints (allowed ids, banned ids, bias), penalties, temperature, min_p, top_k and top_p,
+Gumbel-max. Each row depends on its own logits, parameters, seed and position alone, never on the
+batch: what a neighbour asks for changes nothing here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from diptych.engine.noise import gumbel_noise
+
+# rows with a top_k up to this take a partial sort
+_PARTIAL_SORT = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Constraint:
+    """What one request may not, or would rather, sample.
+
+    Attributes:
+        allowed: `[V]` bool; None for all.
+        bias_ids, bias: `[B]`, added to these logits.
+        bad_words: token sequences that must not be completed.
+        min_tokens: output tokens before which none of `stop_ids` is sampled.
+    """
+
+    allowed: Tensor | None
+    bias_ids: Tensor
+    bias: Tensor
+    bad_words: Sequence[Sequence[int]]
+    min_tokens: int
+    stop_ids: Sequence[int]
+
+    def banned(self, output: list[int]) -> list[int]:
+        """The ids that may not follow `output`."""
+        ids = list(self.stop_ids) if len(output) < self.min_tokens else []
+        for word in self.bad_words:
+            *prefix, last = word
+            if not prefix or output[-len(prefix) :] == prefix:
+                ids.append(last)
+        return ids
+
+
+@dataclass(frozen=True, slots=True)
+class Penalties:
+    """Penalties of P rows.
+
+    Attributes:
+        members: `[P]`, the rows of the logits.
+        prompt, output: `[N]` their tokens, as indices into the flattened `[P, V]`.
+        presence, frequency, repetition: `[P, 1]`.
+    """
+
+    members: Tensor
+    prompt: Tensor
+    output: Tensor
+    presence: Tensor
+    frequency: Tensor
+    repetition: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class RandomRows:
+    """How the R rows of a step sample at random.
+
+    Attributes:
+        temperature: `[R]`; 0 for a greedy row.
+        all_random: no row is greedy.
+        min_p: `[R]`; None where no row has one.
+        top_p: `[R]`; top_k: `[R]` int64, 0 for none.
+        limited_by_topk, limited_by_topp: the rows with a top_k, and those with only a top_p.
+        max_top_k: over the rows.
+        seeds, positions: `[R]` int64, what the noise is keyed by.
+    """
+
+    temperature: Tensor
+    all_random: bool
+    min_p: Tensor | None
+    top_k: Tensor
+    top_p: Tensor
+    limited_by_topk: list[int]
+    limited_by_topp: list[int]
+    max_top_k: int
+    seeds: Tensor
+    positions: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingBatch:
+    """How the rows of a step sample: greedily where `random` is None.
+
+    `constraints` lists (row, constraint, ids banned now).
+    """
+
+    constraints: list[tuple[int, Constraint, list[int]]] = field(default_factory=list)
+    penalties: Penalties | None = None
+    random: RandomRows | None = None
+
+
+def sample(logits: Tensor, batch: SamplingBatch) -> Tensor:
+    """The token of each row, `[R]` int64.
+
+    Args:
+        logits: `[R, V]` float32; overwritten.
+    """
+    for row, constraint, banned in batch.constraints:
+        _constrain(logits[row], constraint, banned)
+    if batch.penalties is not None:
+        _penalise(logits, batch.penalties)
+    rows = batch.random
+    if rows is None:
+        return logits.argmax(-1)
+    if rows.all_random:
+        return _sample_random(logits, rows)
+    greedy = logits.argmax(-1)
+    return torch.where(rows.temperature == 0.0, greedy, _sample_random(logits, rows))
+
+
+def _sample_random(logits: Tensor, rows: RandomRows) -> Tensor:
+    logits.div_(torch.where(rows.temperature == 0.0, 1.0, rows.temperature)[:, None])
+    if rows.min_p is not None:
+        # p < min_p * p_max, in logits: exact, and nothing for min_p 0
+        least = logits.amax(-1, keepdim=True) + rows.min_p.log()[:, None]
+        logits.masked_fill_(logits < least, -torch.inf)
+    if rows.limited_by_topk or rows.limited_by_topp:
+        _limit(logits, rows)
+    return logits.add_(gumbel_noise(rows.seeds, rows.positions, logits.shape[1])).argmax(-1)
+
+
+def _constrain(logits: Tensor, constraint: Constraint, banned: list[int]) -> None:
+    """`logits` is one row, `[V]`."""
+    if constraint.allowed is not None:
+        logits.masked_fill_(~constraint.allowed, -torch.inf)
+    if banned:
+        logits[torch.tensor(banned, device=logits.device)] = -torch.inf
+    if len(constraint.bias_ids):
+        logits.index_add_(0, constraint.bias_ids, constraint.bias)
+
+
+def _penalise(logits: Tensor, penalties: Penalties) -> None:
+    """Repetition counts prompt and output, presence and frequency the output alone."""
+    # [P, V]
+    rows = logits[penalties.members]
+    counts = torch.zeros_like(rows)
+    ones = torch.ones_like(penalties.output, dtype=rows.dtype)
+    counts.view(-1).scatter_add_(0, penalties.output, ones)
+    seen = counts > 0
+    seen_anywhere = seen.clone()
+    seen_anywhere.view(-1)[penalties.prompt] = True
+    repeated = torch.where(rows > 0, rows / penalties.repetition, rows * penalties.repetition)
+    rows = torch.where(seen_anywhere, repeated, rows)
+    rows -= penalties.frequency * counts
+    rows -= penalties.presence * seen
+    logits[penalties.members] = rows
+
+
+def _limit(logits: Tensor, rows: RandomRows) -> None:
+    """Remove what lies under each limited row's top_k and top_p, in place."""
+    vocab = logits.shape[1]
+    partial = min(_PARTIAL_SORT, vocab)
+    by_topk, by_sort = rows.limited_by_topk, rows.limited_by_topp
+    if rows.max_top_k > partial:
+        large = rows.top_k[by_topk] > partial
+        by_sort = by_sort + [r for r, full in zip(by_topk, large.tolist(), strict=True) if full]
+        by_topk = sorted(set(by_topk) - set(by_sort))
+    for members, depth in ((by_topk, min(partial, rows.max_top_k)), (by_sort, vocab)):
+        if not members:
+            continue
+        index = torch.tensor(members, device=logits.device)
+        limited = logits[index]
+        values = limited.topk(depth, dim=-1).values
+        least = _least_kept(values, rows.top_k[index], rows.top_p[index])
+        logits[index] = limited.masked_fill_(limited < least, -torch.inf)
+
+
+def _least_kept(values: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
+    """`[P, 1]`: the smallest logit that top_k, then top_p, keep. values `[P, d]`, descending."""
+    depth = values.shape[1]
+    k = torch.where(top_k > 0, top_k, depth)[:, None]
+    at = torch.arange(depth, device=values.device)
+    # double: the sum must not depend on how many zeros stand behind the k
+    weights = (values - values[:, :1]).double().exp().masked_fill_(at >= k, 0.0)
+    sums = weights.cumsum(-1)
+    p = top_p[:, None]
+    kept = (at < k) & ((sums - weights < p * sums[:, -1:]) | (p >= 1.0))
+    last = kept.sum(-1, keepdim=True).clamp_(min=1) - 1
+    return values.gather(1, last)

@@ -1,0 +1,81 @@
+"""Steps on nothing: compile kernels before the first request, and find what a step needs."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from diptych.config import EngineConfig
+from diptych.connectors.base import KVLayout
+from diptych.engine.sampler import RandomRows, SamplingBatch, sample
+from diptych.models.layers import ForwardBatch, KVView
+from diptych.models.llama import Decoder
+
+
+@torch.inference_mode()
+def warm_up(model: Decoder, kv_cache: Tensor, layout: KVLayout, max_model_len: int) -> None:
+    """Run a prefill and a decode step of each size class; the cache stays as it is."""
+    sizes = [(1, 1), (1, 2)]
+    if kv_cache.device.type == "cuda":
+        sizes += [(2, 1), (16, 1), (1, 64), (4, 128)]
+    for sequences, tokens in sizes:
+        if tokens <= max_model_len:
+            _run(model, kv_cache, layout, sequences, tokens, sequences)
+    if kv_cache.device.type == "cuda":
+        torch.cuda.synchronize(kv_cache.device)
+
+
+@torch.inference_mode()
+def peak_memory(
+    model: Decoder,
+    layout: KVLayout,
+    config: EngineConfig,
+    max_model_len: int,
+    device: torch.device,
+) -> int:
+    """Bytes of GPU memory at the peak of the largest step, weights included, KV cache not."""
+    tokens, most = config.max_num_batched_tokens or 1, config.max_num_seqs or 1
+    each = min(tokens, max_model_len)
+    cache = torch.zeros(layout.shape, dtype=getattr(torch, layout.dtype), device=device)
+    torch.cuda.reset_peak_memory_stats(device)
+    _run(model, cache, layout, max(tokens // each, 1), each, most)
+    torch.cuda.synchronize(device)
+    peak = torch.cuda.max_memory_allocated(device)
+    torch.cuda.empty_cache()
+    return peak
+
+
+def _run(
+    model: Decoder, kv_cache: Tensor, layout: KVLayout, sequences: int, tokens: int, samples: int
+) -> None:
+    """`sequences` of `tokens` each; block 0 stands for all blocks and nothing is written."""
+    device = kv_cache.device
+    total = sequences * tokens
+    blocks = -(-tokens // layout.block_size)
+    batch = ForwardBatch(
+        input_ids=torch.zeros(total, dtype=torch.int64, device=device),
+        positions=torch.arange(tokens, device=device).repeat(sequences),
+        slot_mapping=torch.full((total,), -1, dtype=torch.int64, device=device),
+        query_start_loc=torch.arange(0, total + 1, tokens, dtype=torch.int32, device=device),
+        seq_lens=torch.full((sequences,), tokens, dtype=torch.int32, device=device),
+        block_tables=torch.zeros((sequences, blocks), dtype=torch.int32, device=device),
+        max_query_len=tokens,
+        max_seq_len=tokens,
+    )
+    views = [KVView(kv_cache[:, :, i, 0], kv_cache[:, :, i, 1]) for i in range(layout.num_layers)]
+    hidden = model.forward(batch, views)
+    rows = torch.arange(samples, device=device) % total
+    ones, zeros = torch.ones(samples, device=device), torch.zeros_like(rows)
+    random = RandomRows(
+        temperature=ones,
+        all_random=True,
+        min_p=None,
+        top_k=zeros,
+        top_p=ones * 0.9,
+        limited_by_topk=[],
+        limited_by_topp=list(range(samples)),
+        max_top_k=0,
+        seeds=zeros,
+        positions=zeros,
+    )
+    sample(model.logits(hidden[rows]), SamplingBatch(random=random))

@@ -1,0 +1,171 @@
+"""The parts that decoders are made of. They know tensors and ops, not requests."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from diptych.errors import ModelLoadError
+from diptych.kernels.dispatch import Ops
+from diptych.models.config import ModelConfig
+from diptych.models.loader import Weights
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardBatch:
+    """One step's tokens, those of a sequence one after another.
+
+    Attributes:
+        input_ids, positions, slot_mapping: `[T]` int64.
+        query_start_loc: `[S + 1]` int32; seq_lens: `[S]` int32, the step's tokens included.
+        block_tables: `[S, max_blocks]` int32.
+        max_query_len, max_seq_len: over the step; 1 query per sequence makes it a decode step.
+    """
+
+    input_ids: Tensor
+    positions: Tensor
+    slot_mapping: Tensor
+    query_start_loc: Tensor
+    seq_lens: Tensor
+    block_tables: Tensor
+    max_query_len: int
+    max_seq_len: int
+
+
+@dataclass(frozen=True, slots=True)
+class KVView:
+    """One layer's keys and values, `[num_blocks, H_kv, block_size, D]` each, strided."""
+
+    k: Tensor
+    v: Tensor
+
+
+class Linear:
+    """`x @ weight.T + bias`, of one matrix or of several with the same input, fused."""
+
+    def __init__(
+        self, weights: Weights, names: Sequence[str], rows: Sequence[int], columns: int
+    ) -> None:
+        self.weight = weights.load([f"{name}.weight" for name in names], rows, columns)
+        biases = [f"{name}.bias" for name in names]
+        self.bias = weights.load(biases, rows) if biases[0] in weights else None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return functional.linear(x, self.weight, self.bias)
+
+
+class Attention:
+    """Grouped-query attention over the paged cache."""
+
+    def __init__(self, config: ModelConfig, weights: Weights, ops: Ops, prefix: str) -> None:
+        heads, kv_heads, dim = config.num_heads, config.num_kv_heads, config.head_dim
+        self._ops = ops
+        self._heads, self._kv_heads, self._dim = heads, kv_heads, dim
+        self._rows = [heads * dim, kv_heads * dim, kv_heads * dim]
+        self._eps = config.rms_norm_eps
+        self._scale = dim**-0.5
+        self._window = config.sliding_window
+        names = [f"{prefix}.{part}_proj" for part in ("q", "k", "v")]
+        if config.attention_bias and f"{names[0]}.bias" not in weights:
+            raise ModelLoadError(f"{config.path} has no tensor {names[0]}.bias")
+        self._qkv = Linear(weights, names, self._rows, config.hidden_size)
+        self._out = Linear(weights, [f"{prefix}.o_proj"], [config.hidden_size], heads * dim)
+        self._q_norm = self._k_norm = None
+        if config.qk_norm:
+            self._q_norm = weights.load([f"{prefix}.q_norm.weight"], [dim])
+            self._k_norm = weights.load([f"{prefix}.k_norm.weight"], [dim])
+
+    def __call__(self, x: Tensor, batch: ForwardBatch, kv: KVView, cos_sin: Tensor) -> Tensor:
+        ops = self._ops
+        tokens = x.shape[0]
+        q, k, v = torch.split(self._qkv(x), self._rows, dim=-1)
+        q = q.view(tokens, self._heads, self._dim)
+        k = k.view(tokens, self._kv_heads, self._dim)
+        v = v.view(tokens, self._kv_heads, self._dim)
+        if self._q_norm is not None and self._k_norm is not None:
+            q = ops.rms_norm(q.contiguous(), self._q_norm, self._eps)
+            k = ops.rms_norm(k.contiguous(), self._k_norm, self._eps)
+        q, k = ops.rope(q, k, batch.positions, cos_sin)
+        ops.store_kv(k, v, kv.k, kv.v, batch.slot_mapping)
+        return self._out(self._attend(q, batch, kv).reshape(tokens, -1))
+
+    def _attend(self, q: Tensor, batch: ForwardBatch, kv: KVView) -> Tensor:
+        if batch.max_query_len == 1:
+            return self._ops.paged_decode_attention(
+                q,
+                kv.k,
+                kv.v,
+                batch.block_tables,
+                batch.seq_lens,
+                self._scale,
+                self._window,
+                batch.max_seq_len,
+            )
+        return self._ops.paged_prefill_attention(
+            q,
+            kv.k,
+            kv.v,
+            batch.block_tables,
+            batch.query_start_loc,
+            batch.seq_lens,
+            self._scale,
+            self._window,
+            batch.max_query_len,
+        )
+
+
+class MLP:
+    """`down(silu(gate(x)) * up(x))`."""
+
+    def __init__(self, config: ModelConfig, weights: Weights, ops: Ops, prefix: str) -> None:
+        inner, hidden = config.intermediate_size, config.hidden_size
+        names = [f"{prefix}.gate_proj", f"{prefix}.up_proj"]
+        self._ops = ops
+        self._gate_up = Linear(weights, names, [inner, inner], hidden)
+        self._down = Linear(weights, [f"{prefix}.down_proj"], [hidden], inner)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self._down(self._ops.silu_mul(self._gate_up(x)))
+
+
+def rope_table(config: ModelConfig, num_positions: int, device: torch.device) -> Tensor:
+    """`[num_positions, D]` float32: D/2 cosines, then D/2 sines.
+
+    Raises:
+        ModelLoadError: the model scales RoPE by a rule that is not supported.
+    """
+    dim = config.head_dim
+    exponents = torch.arange(0, dim, 2, dtype=torch.int64).float() / dim
+    frequencies = _scaled(config, 1.0 / (config.rope_theta**exponents))
+    angles = torch.arange(num_positions).float()[:, None] * frequencies
+    return torch.cat((angles.cos(), angles.sin()), dim=-1).to(device)
+
+
+def _scaled(config: ModelConfig, frequencies: Tensor) -> Tensor:
+    scaling = config.rope_scaling
+    if scaling is None:
+        return frequencies
+    kind = scaling.get("rope_type", scaling.get("type"))
+    try:
+        if kind == "linear":
+            return frequencies / float(scaling["factor"])
+        if kind == "llama3":
+            return _llama3_scaled(scaling, frequencies)
+    except (KeyError, TypeError, ValueError) as error:
+        raise ModelLoadError(f"RoPE scaling of {config.path} is not valid: {error!r}") from error
+    raise ModelLoadError(
+        f"RoPE scaling {kind!r} of {config.path} is not supported; supported are linear, llama3"
+    )
+
+
+def _llama3_scaled(scaling: dict[str, float], frequencies: Tensor) -> Tensor:
+    """Low frequencies divided by `factor`, high ones kept, those between blended."""
+    low, high = float(scaling["low_freq_factor"]), float(scaling["high_freq_factor"])
+    turns = float(scaling["original_max_position_embeddings"]) * frequencies / (2 * math.pi)
+    smooth = ((turns - low) / (high - low)).clamp(0.0, 1.0)
+    return (1 - smooth) * frequencies / float(scaling["factor"]) + smooth * frequencies

@@ -1,0 +1,97 @@
+"""The decoder of Llama, Mistral, Qwen2 and Qwen3: they differ in what `ModelConfig` says.
+
+Qwen2 has biases on q, k and v; Qwen3 norms each head's query and key; Mistral slides a window.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from diptych.kernels.dispatch import Ops
+from diptych.models.config import ModelConfig
+from diptych.models.layers import MLP, Attention, ForwardBatch, KVView, rope_table
+from diptych.models.loader import Weights
+
+
+class LayerHooks(Protocol):
+    """Called around each layer of a forward pass."""
+
+    def wait_for_layer_load(self, layer: int) -> None: ...
+    def save_kv_layer(self, layer: int) -> None: ...
+
+
+class DecoderLayer:
+    """Attention and MLP, each behind a norm, on a residual stream."""
+
+    def __init__(self, config: ModelConfig, weights: Weights, ops: Ops, index: int) -> None:
+        prefix, hidden = f"model.layers.{index}", config.hidden_size
+        self._ops = ops
+        self._eps = config.rms_norm_eps
+        self._norm = weights.load([f"{prefix}.input_layernorm.weight"], [hidden])
+        self._attention = Attention(config, weights, ops, f"{prefix}.self_attn")
+        self._post_norm = weights.load([f"{prefix}.post_attention_layernorm.weight"], [hidden])
+        self._mlp = MLP(config, weights, ops, f"{prefix}.mlp")
+
+    def __call__(
+        self, x: Tensor, residual: Tensor | None, batch: ForwardBatch, kv: KVView, cos_sin: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """The layer's contribution and the residual to add it to, both `[T, N]`."""
+        if residual is None:
+            x, residual = self._ops.rms_norm(x, self._norm, self._eps), x
+        else:
+            x, residual = self._ops.add_rms_norm(x, residual, self._norm, self._eps)
+        x = self._attention(x, batch, kv, cos_sin)
+        x, residual = self._ops.add_rms_norm(x, residual, self._post_norm, self._eps)
+        return self._mlp(x), residual
+
+
+class Decoder:
+    """From token ids to hidden states, and from hidden states to logits.
+
+    Raises:
+        ModelLoadError: a weight is missing or wrong, or RoPE scaling is not supported.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: Weights,
+        ops: Ops,
+        num_positions: int,
+        device: torch.device,
+    ) -> None:
+        self._ops = ops
+        self._eps = config.rms_norm_eps
+        self._cos_sin = rope_table(config, num_positions, device)
+        size = ([config.vocab_size], config.hidden_size)
+        self._embedding = weights.load(["model.embed_tokens.weight"], *size)
+        self._layers = [DecoderLayer(config, weights, ops, i) for i in range(config.num_layers)]
+        self._norm = weights.load(["model.norm.weight"], [config.hidden_size])
+        if config.tie_word_embeddings:
+            self._head = self._embedding
+        else:
+            self._head = weights.load(["lm_head.weight"], *size)
+
+    def forward(
+        self, batch: ForwardBatch, kv: Sequence[KVView], hooks: LayerHooks | None = None
+    ) -> Tensor:
+        """Compute the step's tokens, write their KV, return the hidden states `[T, N]`."""
+        x = functional.embedding(batch.input_ids, self._embedding)
+        residual: Tensor | None = None
+        for index, layer in enumerate(self._layers):
+            if hooks is not None:
+                hooks.wait_for_layer_load(index)
+            x, residual = layer(x, residual, batch, kv[index], self._cos_sin)
+            if hooks is not None:
+                hooks.save_kv_layer(index)
+        return x if residual is None else x + residual
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """`[R, N]` hidden states to `[R, V]` float32 logits."""
+        normed = self._ops.rms_norm(hidden, self._norm, self._eps)
+        return functional.linear(normed, self._head).float()

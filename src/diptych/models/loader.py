@@ -1,0 +1,141 @@
+"""Where a model's weights come from: safetensors files, or a seed.
+
+A model asks for each tensor by name and shape; tensors that are used together are asked for
+together and stream straight to their rows of one fused tensor, on its device and in its type.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from diptych.errors import ModelLoadError
+
+_log = logging.getLogger(__name__)
+
+_DTYPES = ("F32", "F16", "BF16")
+_UNUSED_SUFFIXES = (".rotary_emb.inv_freq",)
+
+
+class Weights(Protocol):
+    """What a model needs to be built."""
+
+    def __contains__(self, name: str) -> bool: ...
+
+    def load(self, names: Sequence[str], rows: Sequence[int], *columns: int) -> Tensor:
+        """`[sum(rows), *columns]`: tensor `names[i]` of `rows[i]` rows, one below the other.
+
+        Raises:
+            ModelLoadError: a tensor is missing, truncated, or of another shape or dtype.
+        """
+        ...
+
+
+class SafetensorsWeights:
+    """The tensors of a model directory; a context manager that holds its files open."""
+
+    def __init__(self, directory: Path, dtype: torch.dtype, device: torch.device) -> None:
+        self._directory = directory
+        self._dtype = dtype
+        self._device = device
+        self._stack = ExitStack()
+        self._files: dict[str, Any] = {}
+        self._unread: set[str] = set()
+
+    def __enter__(self) -> SafetensorsWeights:
+        for path in weight_files(self._directory):
+            try:
+                file = self._stack.enter_context(safe_open(path, framework="pt"))
+            except (SafetensorError, OSError) as error:
+                raise ModelLoadError(f"{path} is missing, truncated or damaged: {error}") from error
+            self._files.update((name, file) for name in file.keys())  # noqa: SIM118 (no mapping)
+        self._unread = {n for n in self._files if not n.endswith(_UNUSED_SUFFIXES)}
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._stack.close()
+        if self._unread and exc[0] is None:
+            names = ", ".join(sorted(self._unread)[:5])
+            _log.warning("%d tensors of the model are not used: %s", len(self._unread), names)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._files
+
+    def load(self, names: Sequence[str], rows: Sequence[int], *columns: int) -> Tensor:
+        fused = torch.empty((sum(rows), *columns), dtype=self._dtype, device=self._device)
+        for name, part, count in zip(names, torch.split(fused, list(rows)), rows, strict=True):
+            part.copy_(self._read(name, (count, *columns)))
+        return fused
+
+    def _read(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        file = self._files.get(name)
+        if file is None:
+            raise ModelLoadError(f"{self._directory} has no tensor {name}")
+        self._unread.discard(name)
+        part = file.get_slice(name)
+        if (dtype := part.get_dtype()) not in _DTYPES:
+            raise ModelLoadError(
+                f"tensor {name} of {self._directory} has dtype {dtype}; "
+                f"supported are {', '.join(_DTYPES)}"
+            )
+        if (found := tuple(part.get_shape())) != shape:
+            raise ModelLoadError(
+                f"tensor {name} of {self._directory} has shape {found}, not {shape}"
+            )
+        tensor: Tensor = file.get_tensor(name)
+        return tensor
+
+
+class DummyWeights:
+    """Random weights of the right shapes, equal for equal seeds on one kind of device."""
+
+    def __init__(self, dtype: torch.dtype, device: torch.device, seed: int, biases: bool) -> None:
+        self._dtype = dtype
+        self._device = device
+        self._biases = biases
+        self._generator = torch.Generator(device).manual_seed(seed)
+
+    def __contains__(self, name: str) -> bool:
+        qkv = ("q_proj.bias", "k_proj.bias", "v_proj.bias")
+        return self._biases and name.endswith(qkv) if name.endswith(".bias") else True
+
+    def load(self, names: Sequence[str], rows: Sequence[int], *columns: int) -> Tensor:
+        shape = (sum(rows), *columns)
+        if not columns:
+            return torch.ones(shape, dtype=self._dtype, device=self._device)
+        weights = torch.empty(shape, dtype=self._dtype, device=self._device)
+        return weights.normal_(0.0, 1.0 / math.sqrt(columns[-1]), generator=self._generator)
+
+
+def weight_files(directory: Path) -> list[Path]:
+    """The safetensors files of a model directory, in order of name.
+
+    Raises:
+        ModelLoadError: there is none, or one that the index names is missing.
+    """
+    index = directory / "model.safetensors.index.json"
+    if index.exists():
+        try:
+            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        except (OSError, ValueError, KeyError, AttributeError) as error:
+            raise ModelLoadError(f"{index} cannot be read: {error!r}") from error
+    elif (directory / "model.safetensors").exists():
+        names = ["model.safetensors"]
+    else:
+        names = sorted(path.name for path in directory.glob("*.safetensors"))
+    if not names:
+        raise ModelLoadError(f"{directory} has no .safetensors file")
+    files = [directory / name for name in names]
+    for file in files:
+        if not file.is_file():
+            raise ModelLoadError(f"{file} is missing")
+    return files
