@@ -36,7 +36,7 @@ def _parser(argv: list[str]) -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=_version())
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
 
-    def command(name: str, text: str, run: Callable[[Any], int], *flags: str) -> Any:
+    def command(name: str, text: str, run: Callable[[Any], int | None], *flags: str) -> Any:
         sub = commands.add_parser(name, help=text, description=text)
         if flags:
             add_flags(sub, *flags)
@@ -119,38 +119,47 @@ def _serve(args: Any) -> int:
     return up.run(settings, aggregated=True)
 
 
-def _router(args: Any) -> int:
+def _router(args: Any) -> None:
     settings = _settings(args, "router", "redis", "planner", "engine")
-    router = import_module("diptych.services.router.main")
-    return _code(
-        router.run(settings["router"], settings["redis"], settings["planner"], settings["engine"])
+    from diptych.services.router import main as router
+    from diptych.services.router.planner_task import planner_background
+
+    planner = settings["planner"]
+    router.run(
+        settings["router"],
+        settings["redis"],
+        planner,
+        settings["engine"],
+        planner_background(planner),
     )
 
 
-def _prefill(args: Any) -> int:
+def _prefill(args: Any) -> None:
     settings = _settings(args, "worker", "engine", "redis")
-    prefill = import_module("diptych.services.prefill.main")
-    return _code(prefill.run(settings["worker"], settings["engine"], settings["redis"]))
+    from diptych.services.prefill import main as prefill
+
+    prefill.run(settings["worker"], settings["engine"], settings["redis"])
 
 
-def _decode(args: Any) -> int:
+def _decode(args: Any) -> None:
     settings = _settings(args, "worker", "engine", "redis")
-    decode = import_module("diptych.services.decode.main")
-    return _code(decode.run(settings["worker"], settings["engine"], settings["redis"]))
+    from diptych.services.decode import main as decode
+
+    decode.run(settings["worker"], settings["engine"], settings["redis"])
 
 
-def _worker(args: Any) -> int:
+def _worker(args: Any) -> None:
     settings = _settings(args, "worker", "engine", "redis")
-    worker = import_module("diptych.worker.main")
-    return _code(
-        worker.run("aggregated", settings["worker"], settings["engine"], settings["redis"])
-    )
+    from diptych.worker import main as worker
+
+    worker.run("aggregated", settings["worker"], settings["engine"], settings["redis"])
 
 
-def _kvstore(args: Any) -> int:
+def _kvstore(args: Any) -> None:
     settings = _settings(args, "kvstore", "redis")
-    kvstore = import_module("diptych.services.kvstore.main")
-    return _code(kvstore.run(settings["kvstore"], settings["redis"]))
+    from diptych.services.kvstore import main as kvstore
+
+    kvstore.run(settings["kvstore"], settings["redis"])
 
 
 def _chat(args: Any) -> int:
@@ -184,10 +193,6 @@ def _die_with_parent() -> None:
 
         set_parent_death_signal = 1
         ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGTERM)
-
-
-def _code(result: int | None) -> int:
-    return result or 0
 
 
 def _version() -> str:
