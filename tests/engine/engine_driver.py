@@ -73,6 +73,17 @@ class Driver:
             most -= 1
             assert most, "the engine does not come to an end"
 
+    def run_with_loads(self, most: int = 1000) -> None:
+        """Step until nothing is left; each load ends well before the next step."""
+        while self.scheduler.has_requests:
+            assert self.connector is not None
+            assert self.transfers is not None
+            for request_id in list(self.connector.loads):
+                self.transfers.finish_load(request_id)
+            self.step()
+            most -= 1
+            assert most, "the engine does not come to an end"
+
     def take(self, outputs: EngineCoreOutputs) -> None:
         taken = 0
         for i, request_id in enumerate(outputs.request_ids):

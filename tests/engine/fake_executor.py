@@ -62,6 +62,7 @@ class FakeExecutor:
         self.rows: dict[str, Row] = {}
         self.steps: list[dict[str, int]] = []
         self.closed = False
+        self.checks_reads = True
         self._fail_at = fail_at
 
     def execute_model(self, step: SchedulerOutput) -> ModelRunnerOutput:
@@ -108,7 +109,9 @@ class FakeExecutor:
         """The last name; every slot before it must hold the request's own prefix."""
         names = prefix_names(row.token_ids[:end])
         held = [self.slots[self._slot(row, position)] for position in range(end)]
-        assert held == names, "a block holds something else than the request's tokens"
+        assert held == names or not self.checks_reads, (
+            "a block holds something else than the request's tokens"
+        )
         return names[-1]
 
 
