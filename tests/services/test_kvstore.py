@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -17,7 +18,7 @@ import grpc
 import pytest
 
 from diptych.connectors.store_client import GetResult, Outcome, PutItem, PutResult, StoreClient
-from diptych.connectors.store_wire import hello
+from diptych.connectors.store_wire import ANSWER, FRAME, READ, WELCOME, WRITE, hello
 from diptych.embedded_redis import EmbeddedRedis
 from diptych.errors import TransferError
 from diptych.proto import kvstore_pb2 as pb
@@ -64,8 +65,6 @@ class Node:
 
 
 def free_ports(count: int) -> list[int]:
-    import socket
-
     sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
     ports = [s.getsockname()[1] for s in sockets]
     for s in sockets:
@@ -350,8 +349,6 @@ def test_another_incarnation_and_an_endless_batch_are_refused(node: Node) -> Non
 
 
 def test_bytes_are_shown_to_nobody_without_the_token(node: Node) -> None:
-    import socket
-
     store = control(node).GetNode(pb.GetNodeRequest())
     host, port = store.stream_address.split(":")
     with socket.create_connection((host, int(port)), 5) as stream:
@@ -364,6 +361,91 @@ def test_bytes_are_shown_to_nobody_without_the_token(node: Node) -> None:
         memory.sendall(hello(bytes(32)))
         data, fds, _, _ = socket.recv_fds(memory, 8, 1)
         assert (data, fds) == (b"", [])
+
+
+def test_a_write_that_goes_on_after_its_reservation_touches_nobody() -> None:
+    """Half an object comes, its reservation lapses, its room goes to another, the rest comes."""
+    with running_node(put_ttl_s=0.3) as node:
+        stub = control(node)
+        size = 200_000
+        slow = pb.PutStartRequest(items=[pb.PutItem(key=key(), num_bytes=size)])
+        [reserved] = stub.PutStart(slow).reservations
+        stream = open_stream(stub.GetNode(pb.GetNodeRequest()))
+        stream.sendall(FRAME.pack(WRITE, reserved.put_id, size) + bytes(size // 2))
+        time.sleep(0.4)
+        client = StoreClient(node.address)
+        name, data = key(), os.urandom(size)
+        put(client, {name: data})
+        [found] = stub.Get(pb.GetRequest(keys=[name])).results
+        assert found.placement.offset_bytes == reserved.placement.offset_bytes
+        stream.sendall(bytes(size // 2))
+        assert read_answer(stream) == (pb.ITEM_STATUS_EXPIRED, 0)
+        assert get(client, [name])[1] == {0: data}
+        client.close()
+        stream.close()
+
+
+def test_the_stream_stays_in_step_after_what_it_refuses(node: Node) -> None:
+    stub = control(node)
+    [reserved] = stub.PutStart(
+        pb.PutStartRequest(items=[pb.PutItem(key=key(), num_bytes=5)])
+    ).reservations
+    stream = open_stream(stub.GetNode(pb.GetNodeRequest()))
+    stream.sendall(FRAME.pack(WRITE, reserved.put_id, 4) + b"four")
+    stream.sendall(FRAME.pack(WRITE, 12345, 6) + b"nobody")
+    stream.sendall(FRAME.pack(READ, 12345, 6))
+    stream.sendall(FRAME.pack(WRITE, reserved.put_id, 5) + b"fives")
+    assert [read_answer(stream)[0] for _ in range(4)] == [
+        pb.ITEM_STATUS_INVALID,
+        pb.ITEM_STATUS_EXPIRED,
+        pb.ITEM_STATUS_EXPIRED,
+        pb.ITEM_STATUS_OK,
+    ]
+    stream.sendall(FRAME.pack(77, 1, 1))
+    with pytest.raises(ConnectionError):
+        raise_if_closed(stream.recv(1))
+    stream.close()
+
+
+def test_a_reader_that_takes_nothing_does_not_fill_the_node(node: Node) -> None:
+    """Answers wait for their reader one at a time, and in the order they were asked for."""
+    client = StoreClient(node.address)
+    names = [key() for _ in range(3)]
+    objects = {name: os.urandom(MIB) for name in names}
+    put(client, objects)
+    found = control(node).Get(pb.GetRequest(keys=names)).results
+    stream = open_stream(control(node).GetNode(pb.GetNodeRequest()))
+    wanted = [found[i % 3] for i in range(60)]
+    stream.sendall(b"".join(FRAME.pack(READ, f.lease_id, MIB) for f in wanted))
+    time.sleep(0.2)
+    data = list(objects.values())
+    for i in range(60):
+        assert read_answer(stream) == (pb.ITEM_STATUS_OK, MIB)
+        assert read_exactly(stream, MIB) == data[i % 3]
+    stream.close()
+    client.close()
+
+
+def open_stream(store: pb.StoreNode) -> socket.socket:
+    host, port = store.stream_address.split(":")
+    stream = socket.create_connection((host, int(port)), 5)
+    stream.sendall(hello(store.access_token))
+    assert stream.recv(1) == WELCOME
+    return stream
+
+
+def read_answer(stream: socket.socket) -> tuple[int, int]:
+    status, num_bytes = ANSWER.unpack(read_exactly(stream, ANSWER.size))
+    return status, num_bytes
+
+
+def read_exactly(stream: socket.socket, num_bytes: int) -> bytes:
+    parts = b""
+    while len(parts) < num_bytes:
+        part = stream.recv(num_bytes - len(parts))
+        assert part
+        parts += part
+    return parts
 
 
 def raise_if_closed(data: bytes) -> None:
