@@ -181,6 +181,20 @@ async def test_a_higher_epoch_replaces_the_older_attempt() -> None:
         assert isinstance(await error_of(router.submit("a", 1)), errors.StaleTicketError)
 
 
+async def test_a_request_that_waits_past_its_tickets_time_ends_with_an_error() -> None:
+    async with serve() as worker, router_of(worker) as router:
+        await router.submit("a", ttl_ms=50)
+        await router.submit("b", ttl_ms=50)
+        await router.submit("c", ttl_ms=60_000)
+        worker.engine.emit("b#1", 0, [7])
+        assert list((await router.read()).request_ids) == ["b"]
+        frame = await router.read()
+        assert list(frame.request_ids) == ["a"]
+        assert list(frame.finish_reasons) == [FinishReason.ERROR]
+        assert "ticket" in frame.extras[0].error
+        assert worker.engine.aborted == ["a#1"]
+
+
 async def test_a_stream_that_breaks_resumes_with_what_was_missed() -> None:
     async with serve() as worker, router_of(worker) as router:
         await router.submit("a")

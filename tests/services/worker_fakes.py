@@ -116,6 +116,7 @@ async def serve(
         clock=SystemClock(),
     )
     pump = asyncio.create_task(servicer.pump())
+    times = asyncio.create_task(servicer.keep_times())
     add = worker_pb2_grpc.add_WorkerServicer_to_server
     async with RpcServer("127.0.0.1", 0, [Service("diptych.v1.Worker", add, servicer)]) as server:
         try:
@@ -123,7 +124,8 @@ async def serve(
         finally:
             await servicer.close()
             engine.end()
-            await asyncio.gather(pump, return_exceptions=True)
+            times.cancel()
+            await asyncio.gather(pump, times, return_exceptions=True)
 
 
 class FakeRouter:
@@ -170,9 +172,11 @@ class FakeRouter:
         )
         await self.call.write(worker_pb2.RouterMessage(cancel=message))
 
-    def request(self, request_id: str, epoch: int = 1, **more: Any) -> worker_pb2.SubmitRequest:
+    def request(
+        self, request_id: str, epoch: int = 1, ttl_ms: int = 5000, **more: Any
+    ) -> worker_pb2.SubmitRequest:
         ticket = self.issuer.issue(
-            request_id, epoch=epoch, ttl_ms=5000, decode_incarnation=self.worker
+            request_id, epoch=epoch, ttl_ms=ttl_ms, decode_incarnation=self.worker
         )
         fields: dict[str, Any] = {
             "prompt_token_ids": [1, 2, 3],

@@ -33,6 +33,7 @@ def split_outputs(
         end = start + outputs.token_counts[entry]
         owned = table.remove(engine_id) if _ends(outputs, entry) else table.get(engine_id)
         if owned is not None:
+            table.started(engine_id)
             frame = frames.setdefault(owned.router, worker_pb2.WorkerFrame())
             _append(frame, owned, outputs, entry, outputs.token_ids[start:end])
         start = end
@@ -80,11 +81,30 @@ def _append(
         frame.extras.append(extra)
 
 
+def error_frames(ended: list[Owned], message: str) -> dict[str, worker_pb2.WorkerFrame]:
+    """Frames by router that end attempts with an error."""
+    frames: dict[str, worker_pb2.WorkerFrame] = {}
+    for owned in ended:
+        outputs = EngineCoreOutputs(
+            request_ids=[owned.engine_id],
+            first_positions=[0],
+            token_counts=[0],
+            finish_reasons=[FinishReason.ERROR],
+            stop_token_ids=[-1],
+            num_cached_tokens=[0],
+            errors={0: message},
+        )
+        frame = frames.setdefault(owned.router, worker_pb2.WorkerFrame())
+        _append(frame, owned, outputs, 0, [])
+    return frames
+
+
 def merge_frame(into: worker_pb2.WorkerFrame, later: worker_pb2.WorkerFrame) -> None:
     """Append the entries of a later step; its load replaces the earlier one."""
     shift = len(into.request_ids)
     first = len(into.extras)
-    into.load.Clear()  # a merge keeps what the later message has at zero
+    if later.HasField("load"):
+        into.load.Clear()  # a merge keeps what the later message has at zero
     into.MergeFrom(later)
     for extra in into.extras[first:]:
         extra.entry += shift

@@ -88,6 +88,7 @@ class WorkerMetrics:
         self.unknown_cancels = counter(
             "diptych:unknown_cancels", "Cancels of requests that are not here."
         ).labels(**labels)
+        self._handoffs = counter("diptych:handoffs_out", "Prompts handed over.").labels(**labels)
         self._refused = counter("diptych:submits_refused", "Submits refused.", "reason")
 
     @property
@@ -98,6 +99,7 @@ class WorkerMetrics:
     def observe(self, outputs: EngineCoreOutputs) -> None:
         """Take one step's figures."""
         self._engine.stats = outputs.stats
+        self._handoffs.inc(len(outputs.commits))
         for reason in outputs.finish_reasons:
             if reason != FinishReason.UNSPECIFIED:
                 name = str(FinishReason(reason))

@@ -36,14 +36,16 @@ class Stopped(Exception):
 
 @contextlib.asynccontextmanager
 async def _pumping(servicer: WorkerServicer) -> AsyncIterator[asyncio.Task[None]]:
-    """The servicer at work: its task, ended with everything that is left when the block ends."""
+    """The servicer at work: its pump, ended with everything that is left when the block ends."""
     pump = asyncio.create_task(servicer.pump(), name="pump")
+    times = asyncio.create_task(servicer.keep_times(), name="times")
     try:
         yield pump
     finally:
         await servicer.close()
-        pump.cancel()
-        await asyncio.gather(pump, return_exceptions=True)
+        for task in (pump, times):
+            task.cancel()
+        await asyncio.gather(pump, times, return_exceptions=True)
 
 
 async def _await(work: Awaitable[T]) -> T:

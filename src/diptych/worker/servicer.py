@@ -21,7 +21,7 @@ from diptych.errors import (
 from diptych.proto import worker_pb2, worker_pb2_grpc
 from diptych.rpc import PROTOCOL_VERSION
 from diptych.worker.engine import Engine
-from diptych.worker.frames import load_to_proto, split_outputs
+from diptych.worker.frames import error_frames, load_to_proto, split_outputs
 from diptych.worker.identity import ROLES, WorkerIdentity
 from diptych.worker.metrics import WorkerMetrics
 from diptych.worker.parse import ModelLimits, parse_submit
@@ -32,6 +32,7 @@ logger = logging.getLogger(__name__)
 
 # How long a drained worker waits for routers to say that they have the last frames.
 _LAST_ACK_S = 2.0
+_REAP_EVERY_S = 0.5
 
 
 class WorkerServicer(worker_pb2_grpc.WorkerServicer):
@@ -58,6 +59,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
             max_model_len=engine.info.max_model_len,
             max_logprobs=engine_config.max_logprobs,
         )
+        self._clock = clock
         self._failure: DiptychError | None = None
         self._table = RequestTable()
         self._changed = asyncio.Event()
@@ -135,13 +137,20 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
         try:
             async for outputs in self._engine.outputs():
                 self._metrics.observe(outputs)
-                for router, frame in split_outputs(outputs, self._table).items():
-                    self._hub.push(router, frame)
-                self._changed.set()
+                self._push(split_outputs(outputs, self._table))
         except DiptychError as error:
             self._failure = error
             self._hub.fail(error)
             raise
+
+    async def keep_times(self) -> None:
+        """End, again and again, requests that waited longer than their tickets allow."""
+        while True:
+            await self._clock.sleep(_REAP_EVERY_S)
+            late = self._table.remove_late(self._clock.monotonic())
+            if late:
+                self._push(error_frames(late, "the ticket's time passed in the queue"))
+                self._abort(late)
 
     async def drain(self, deadline_s: float) -> int:
         """Admit no more and wait for what runs, and for its last frames to be acknowledged.
@@ -178,6 +187,11 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
 
     # -- inside -----------------------------------------------------------------------------------
 
+    def _push(self, frames: dict[str, worker_pb2.WorkerFrame]) -> None:
+        for router, frame in frames.items():
+            self._hub.push(router, frame)
+        self._changed.set()
+
     async def _submit(self, request: worker_pb2.SubmitRequest) -> None:
         ticket = request.ticket
         if self._failure is not None:
@@ -191,8 +205,8 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
         owned = Owned(ticket.request_id, ticket.epoch, ticket.router_incarnation)
         parsed = parse_submit(request, owned.engine_id, self._limits)
         # last, so that a repeat of this ticket is told that the first was accepted
-        self._tickets.admit(ticket)
-        older = self._table.add(owned)
+        admitted = self._tickets.admit(ticket)
+        older = self._table.add(owned, queued_until_s=admitted.deadline_s)
         if older is not None:
             self._abort([older])
         try:
