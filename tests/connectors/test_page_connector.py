@@ -4,86 +4,17 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 import pytest
-from torch import Tensor
 
-from diptych.connectors.base import KVConnectorOutput, KVLayout
-from diptych.connectors.page_orders import PageMetadata, PageStore
-from diptych.connectors.page_scheduler import PageConnectorScheduler
-from diptych.connectors.page_worker import PageConnectorWorker, TransferLimits
+from diptych.connectors.page_worker import TransferLimits
 from diptych.connectors.shared_storage import FileStore
-from diptych.engine.request import KVCommit
 from diptych.errors import TransferError
-from tests.connectors.fakes import Request, consumer, make_cache, make_layout, producer, same_kv
-
-OUR_BLOCKS = list(range(30, 0, -1))
-PROMPT = list(range(1000, 1150))  # two pages and a tail of 22
-
-
-class Engine:
-    """Both halves over one cache; steps by hand."""
-
-    def __init__(
-        self,
-        store: PageStore,
-        block_size: int = 16,
-        seed: int | None = None,
-        limits: TransferLimits | None = None,
-    ) -> None:
-        layout: KVLayout = make_layout(block_size)
-        self.cache: Tensor = make_cache(layout, seed)
-        self.scheduler = PageConnectorScheduler(layout)
-        self.worker = PageConnectorWorker("TestConnector", lambda: store, limits)
-        self.worker.register_kv_caches(self.cache, layout)
-
-    def step(self, *scheduled: tuple[Request, int]) -> PageMetadata:
-        """Run one step that computes each request up to a number of tokens."""
-        orders = {request.request_id: (request, OUR_BLOCKS, n) for request, n in scheduled}
-        metadata = self.scheduler.build_connector_meta(orders)
-        self.worker.start_load_kv(metadata)
-        self.worker.wait_for_save(metadata)
-        return metadata
-
-    def wait(self, what: str, request_id: str = "r") -> KVConnectorOutput:
-        """The output in which the request is reported."""
-        for _ in range(2000):
-            output = self.worker.get_finished()
-            if request_id in getattr(output, what):
-                return output
-            time.sleep(0.002)
-        raise AssertionError(f"{request_id} is not in {what}")
-
-    def send(self, request: Request) -> KVCommit:
-        """Compute and hand over a prompt in one step."""
-        self.step((request, len(request.prompt_token_ids)))
-        assert self.scheduler.request_finished(request, OUR_BLOCKS)
-        return self.wait("finished_sending", request.request_id).commits[request.request_id]
-
-    def order_load(self, request: Request, num_local_tokens: int = 0) -> int:
-        tokens, is_async = self.scheduler.get_num_new_matched_tokens(request, num_local_tokens)
-        assert is_async == (tokens > 0)
-        self.scheduler.update_state_after_alloc(request, OUR_BLOCKS, tokens)
-        return tokens
-
-    def load(self, request: Request, num_local_tokens: int = 0) -> KVConnectorOutput:
-        assert self.order_load(request, num_local_tokens) > 0
-        self.step()
-        return self.wait("finished_recving", request.request_id)
-
-
-@contextmanager
-def running(*engines: Engine) -> Iterator[None]:
-    try:
-        yield
-    finally:
-        for engine in engines:
-            engine.worker.shutdown()
-            assert not engine.worker._thread.is_alive()
+from tests.connectors.engines import OUR_BLOCKS, PROMPT, Engine, running
+from tests.connectors.fakes import consumer, make_cache, make_layout, producer, same_kv
 
 
 class GatedStore:

@@ -1,0 +1,55 @@
+"""StoreConnector: objects in the KV-store service, found by a hand-off's commit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from diptych.connectors.store_client import Outcome, PutItem, StoreClient
+
+NAME = "StoreConnector"
+
+
+class ServiceStore:
+    """A store node as a `PageStore`. What the node cannot do is a miss, not an error."""
+
+    def __init__(self, client: StoreClient) -> None:
+        self._client = client
+
+    def put_many(self, items: Sequence[tuple[bytes, memoryview]]) -> list[int | None]:
+        results = self._client.put_many(
+            [PutItem(key, data.nbytes, _writer(data)) for key, data in items]
+        )
+        checksums = [r.checksum if r.outcome is Outcome.OK else None for r in results]
+        there = [i for i, r in enumerate(results) if r.outcome is Outcome.EXISTS]
+        if there:
+            # an earlier writer's bytes may differ in the last bits: the commit needs their checksum
+            read = self._client.get_many([items[i][0] for i in there], lambda i, view: None)
+            for i, result in zip(there, read, strict=True):
+                right_size = result.num_bytes == items[i][1].nbytes
+                if result.outcome is Outcome.OK and right_size:
+                    checksums[i] = result.checksum
+        return checksums
+
+    def get_many(self, items: Sequence[tuple[bytes, memoryview]]) -> list[bool]:
+        taken = [False] * len(items)
+
+        def take(index: int, view: memoryview) -> None:
+            buffer = items[index][1]
+            if view.nbytes == buffer.nbytes:
+                buffer[:] = view
+                taken[index] = True
+
+        results = self._client.get_many([key for key, _ in items], take)
+        return [r.outcome is Outcome.OK and t for r, t in zip(results, taken, strict=True)]
+
+    def close(self) -> None:
+        self._client.close()
+
+
+def _writer(data: memoryview) -> Callable[[memoryview], None]:
+    """Copies prepared bytes to where the store wants them."""
+
+    def write(view: memoryview) -> None:
+        view[:] = data
+
+    return write
