@@ -14,7 +14,7 @@ def compute(kv: KVCacheManager, item: SchedulerRequest) -> int:
     computed = kv.get_computed_blocks(item)
     assert kv.allocate_slots(item, item.num_tokens, computed) is not None
     item.num_computed_tokens = item.num_tokens
-    kv.cache_blocks(item)
+    kv.cache_blocks(item, item.num_tokens)
     return computed.num_tokens
 
 

@@ -126,6 +126,16 @@ def test_a_shared_prefix_is_computed_once() -> None:
     assert stats.generation_tokens == 8
 
 
+def test_requests_of_one_step_share_a_prefix_too() -> None:
+    driver = Driver()
+    driver.add(*[make_request(str(i), [*PROMPT, i]) for i in range(3)])
+    assert driver.step() == {"0": 41, "1": 9, "2": 9}
+    driver.run()
+    for i in range(3):
+        assert driver.clients[str(i)].output == expected_output([*PROMPT, i], 4)
+    assert driver.stats.prefix_cache_hits == 64
+
+
 def test_the_output_of_one_turn_is_found_by_the_next() -> None:
     driver = Driver()
     driver.add(make_request("a", PROMPT, max_tokens=30))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import enum
 import logging
 from collections.abc import Iterable
@@ -14,7 +13,7 @@ from diptych.connectors.base import KVConnectorScheduler
 from diptych.engine.request import EngineCoreOutputs, EngineCoreRequest, SchedulerStats
 from diptych.engine.scheduler import Scheduler
 from diptych.engine.step import Executor, ModelRunnerOutput, SchedulerOutput
-from diptych.errors import ConfigError, EngineDeadError
+from diptych.errors import EngineDeadError
 
 logger = logging.getLogger(__name__)
 
@@ -140,34 +139,11 @@ def make_engine_core(config: EngineConfig) -> EngineCore:
     """
     from diptych.connectors.factory import make_scheduler_connector, make_worker_connector
     from diptych.engine.executor import UniprocExecutor
-    from diptych.models.fetch import resolve_model
 
-    path = resolve_model(config.model, config.revision)
-    config = resolve_config(dataclasses.replace(config, model=str(path)))
     executor = UniprocExecutor(config, make_worker_connector(config))
-    connector = make_scheduler_connector(config, executor.kv_layout, executor.kv_namespace)
-    return EngineCore(config, executor, connector)
-
-
-def resolve_config(config: EngineConfig) -> EngineConfig:
-    """Fill in what depends on the device, and give torch its threads.
-
-    Raises:
-        ConfigError: the device is not there.
-    """
-    import torch
-
-    if config.num_threads is not None:
-        torch.set_num_threads(config.num_threads)
-    has_gpu = torch.cuda.is_available()
-    device = ("cuda" if has_gpu else "cpu") if config.device == "auto" else config.device
-    on_gpu = device != "cpu"
-    if on_gpu and not has_gpu:
-        raise ConfigError(f"device {device} was asked for, but torch sees no GPU")
-    return dataclasses.replace(
-        config,
-        device=device,
-        block_size=config.block_size or (64 if on_gpu else 16),
-        max_num_batched_tokens=config.max_num_batched_tokens or (8192 if on_gpu else 2048),
-        max_num_seqs=config.max_num_seqs or (256 if on_gpu else 64),
-    )
+    try:
+        connector = make_scheduler_connector(config, executor.kv_layout, executor.kv_namespace)
+        return EngineCore(executor.config, executor, connector)
+    except BaseException:
+        executor.shutdown()
+        raise

@@ -46,7 +46,9 @@ class UniprocExecutor:
         self.model_config = ModelConfig.from_directory(resolve_model(config.model, config.revision))
         self.dtype = choose_dtype(config.dtype, self.model_config, self._device)
         self.max_model_len = choose_max_model_len(config, self.model_config)
-        self._config = _with_device_defaults(config, self._device)
+        self._config = replace(
+            _with_device_defaults(config, self._device), max_model_len=self.max_model_len
+        )
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
             torch.set_float32_matmul_precision("highest")  # no TF32: float32 means float32
@@ -76,6 +78,11 @@ class UniprocExecutor:
             self._layout.num_blocks,
             self._layout.block_size,
         )
+
+    @property
+    def config(self) -> EngineConfig:
+        """The configuration, with what depends on device and model filled in."""
+        return self._config
 
     @property
     def kv_layout(self) -> KVLayout:

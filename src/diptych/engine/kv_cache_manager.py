@@ -96,12 +96,16 @@ class KVCacheManager:
             group.extend(new)
         return self.get_block_ids(request_id) if computed is not None else _ids(added)
 
-    def cache_blocks(self, request: SchedulerRequest) -> None:
-        """Name the blocks that the request's computed tokens have filled."""
+    def cache_blocks(self, request: SchedulerRequest, num_tokens: int) -> None:
+        """Name the blocks that the request's first `num_tokens` tokens fill, for others to find.
+
+        Their KV is there, or will be before anything reads it: a step writes the KV of all its
+        tokens, layer by layer, ahead of attention.
+        """
         if not self._enable_caching:
             return
         first = self._num_cached_blocks[request.request_id]
-        full = request.num_computed_tokens // self.block_size
+        full = num_tokens // self.block_size
         if full <= first:
             return
         hashes = request.block_hashes(self.block_size)

@@ -142,7 +142,7 @@ class RemoteKV:
                 request.num_local_tokens + request.num_external_tokens,
             )
         request.num_computed_tokens = self._take_loaded(request, num_valid_tokens)
-        self._kv.cache_blocks(request)
+        self._kv.cache_blocks(request, request.num_computed_tokens)
 
     def _finish_save(self, request_id: str, commit: KVCommit | None) -> None:
         request = self._saving.pop(request_id, None)

@@ -263,6 +263,8 @@ class Scheduler:
         new_block_ids: tuple[list[int], ...],
     ) -> None:
         step.num_scheduled_tokens[request.request_id] = count
+        if not request.num_external_tokens:  # what a load in this step brings may yet fail
+            self._kv.cache_blocks(request, request.num_computed_tokens + count)
         if request.in_batch:
             step.running_requests.append(
                 RunningRequest(request.request_id, new_block_ids, request.num_computed_tokens)
@@ -288,7 +290,7 @@ class Scheduler:
         self._counters.count_computed(request, count)
         self._remote.note_loaded_in_step(request)
         request.num_computed_tokens += count
-        self._kv.cache_blocks(request)
+        self._kv.cache_blocks(request, request.num_computed_tokens)
         request_id = request.request_id
         if (part := output.prompt_logprobs.get(request_id)) is not None:
             request.keep_prompt_logprobs(part)
