@@ -201,7 +201,7 @@ class RequestRoute:
             self.fail(entry.error or "the worker aborted the request")
             return Step(Outcome.LOST, None)
         outcome = self._outcome(attempt, entry)
-        released = self._release(entry, ends=outcome is Outcome.FINISHED)
+        released = self._release(attempt, entry, ends=outcome is Outcome.FINISHED)
         if outcome in (Outcome.FINISHED, Outcome.HANDED_OVER):
             self._attempt = None
         return Step(outcome, released)
@@ -222,15 +222,19 @@ class RequestRoute:
                 return Outcome.HANDED_OVER
         return Outcome.CONTINUE
 
-    def _release(self, entry: Entry, *, ends: bool) -> Released | None:
+    def _count_cached(self, attempt: Attempt, entry: Entry) -> None:
+        """Hits of whoever reads the prompt first: what decode loads of the hand-off, or a second
+        worker finds of it, was computed for this request."""
+        if attempt.stage is not Stage.DECODE and not attempt.output_token_ids:
+            of_commit = entry.commit.num_cached_tokens if entry.commit else 0
+            cached = max(entry.num_cached_tokens, of_commit)
+            self._num_cached_tokens = max(self._num_cached_tokens, cached)
+
+    def _release(self, attempt: Attempt, entry: Entry, *, ends: bool) -> Released | None:
         """The part of an entry that the client does not have yet."""
         repeated = min(len(self._tokens) - entry.first_position, len(entry.token_ids))
         token_ids = entry.token_ids[max(0, repeated) :]
-        if not self._tokens:
-            self._num_cached_tokens = entry.num_cached_tokens
-        if entry.commit is not None:
-            # hits of prefill; what decode loads of the hand-off was computed for this request
-            self._num_cached_tokens = max(self._num_cached_tokens, entry.commit.num_cached_tokens)
+        self._count_cached(attempt, entry)
         prompt_logprobs = None if self._prompt_logprobs_sent else entry.prompt_logprobs
         self._prompt_logprobs_sent |= prompt_logprobs is not None
         if not token_ids and not ends and prompt_logprobs is None:

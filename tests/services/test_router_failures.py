@@ -1,0 +1,272 @@
+"""Workers die, streams break, clients leave: answers stay whole, nobody computes for no one."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from diptych.services.router.dispatch import DispatchTimes
+from tests.services.fake_worker import AGGREGATED, DECODE, PREFILL, FakeWorker
+from tests.services.router_fixture import (
+    ANSWER,
+    Running,
+    running_router,
+    tiny_directory,
+    tiny_script,
+    until,
+)
+
+pytestmark = pytest.mark.anyio
+PATH = "/v1/completions"
+BODY = {"prompt": "Hello", "max_tokens": 64, "stream": True, "return_token_ids": True}
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_directory(tmp_path_factory.mktemp("failures"))
+
+
+async def read_stream(router: Running, body: Any = BODY) -> tuple[str, list[int], list[Any]]:
+    """Text, token ids and error events of a stream."""
+    async with router.session.post(f"{router.url}{PATH}", json=body) as response:
+        assert response.status == 200
+        lines = (await response.read()).decode().split("\n\n")
+    assert lines[-2] == "data: [DONE]"
+    events = [json.loads(line[6:]) for line in lines[:-2]]
+    choices = [event["choices"][0] for event in events if event.get("choices")]
+    text = "".join(choice["text"] for choice in choices)
+    ids = [token for choice in choices for token in choice["token_ids"]]
+    return text, ids, [event["error"] for event in events if "error" in event]
+
+
+async def test_a_decode_worker_that_dies_mid_stream_is_replaced_without_loss(model: Path) -> None:
+    script = tiny_script(model)
+    prefill = FakeWorker("p1", PREFILL, script)
+    decodes = [FakeWorker(f"d{i}", DECODE, script) for i in (1, 2)]
+    for worker in decodes:
+        worker.pause_at = 6
+    async with running_router(model, [prefill, *decodes]) as router:
+        reading = asyncio.create_task(read_stream(router))
+        await until(lambda: any(d.submits for d in decodes))
+        first, second = sorted(decodes, key=lambda d: not d.submits)
+        second.resume.set()
+        await until(lambda: len(first._frames) == 5)
+        await first.die()
+        text, ids, errors = await reading
+        assert (text, ids, errors) == (ANSWER, script, [])
+        (again,) = second.submits
+        assert list(again.output_token_ids) == script[:6]
+        assert again.handoff_in == first.submits[0].handoff_in
+        assert again.ticket.epoch == first.submits[0].ticket.epoch + 1
+        assert len(prefill.submits) == 1
+
+
+async def test_a_prefill_worker_that_dies_before_token_1_is_replaced(model: Path) -> None:
+    script = tiny_script(model)
+    prefills = [FakeWorker(f"p{i}", PREFILL, script) for i in (1, 2)]
+    decode = FakeWorker("d1", DECODE, script)
+    for worker in prefills:
+        worker.pause_at = 0
+    async with running_router(model, [*prefills, decode]) as router:
+        reading = asyncio.create_task(read_stream(router))
+        await until(lambda: any(p.submits for p in prefills))
+        first, second = sorted(prefills, key=lambda p: not p.submits)
+        second.resume.set()
+        await first.die()
+        text, ids, errors = await reading
+        assert (text, ids, errors) == (ANSWER, script, [])
+        assert second.submits[0].handoff_out
+        assert second.submits[0].ticket.epoch == 2
+
+
+async def test_a_prefill_worker_that_dies_before_the_hand_off_leaves_decode_alone(
+    model: Path,
+) -> None:
+    script = tiny_script(model)
+    prefill, decode = FakeWorker("p1", PREFILL, script), FakeWorker("d1", DECODE, script)
+    prefill.commits = False
+    async with running_router(model, [prefill, decode]) as router:
+        reading = asyncio.create_task(read_stream(router))
+        await until(lambda: prefill._frames)
+        await prefill.die()
+        text, ids, errors = await reading
+        assert (text, ids, errors) == (ANSWER, script, [])
+        (submit,) = decode.submits
+        assert not submit.HasField("handoff_in")
+        assert list(submit.output_token_ids) == script[:1]
+
+
+async def test_a_hand_off_that_never_comes_is_not_waited_for(model: Path) -> None:
+    script = tiny_script(model)
+    prefill, decode = FakeWorker("p1", PREFILL, script), FakeWorker("d1", DECODE, script)
+    prefill.commits = False
+    times = DispatchTimes(handoff_s=0.2)
+    async with running_router(model, [prefill, decode], dispatch_times=times) as router:
+        text, ids, errors = await read_stream(router)
+        assert (text, ids, errors) == (ANSWER, script, [])
+        await until(lambda: prefill.cancels)
+
+
+async def test_a_worker_that_gives_no_first_token_in_time_is_left(model: Path) -> None:
+    script = tiny_script(model)
+    workers = [FakeWorker(f"a{i}", AGGREGATED, script) for i in (1, 2)]
+    workers[0].pause_at = 0
+    times = DispatchTimes(first_token_s=0.3)
+    async with running_router(model, workers, dispatch_times=times) as router:
+        for _ in range(6):  # so that the slow one is chosen at least once
+            text, ids, errors = await read_stream(router)
+            assert (text, ids, errors) == (ANSWER, script, [])
+        for submit in workers[0].submits:
+            wanted = (submit.ticket.request_id, submit.ticket.epoch)
+            await until(lambda wanted=wanted: wanted in workers[0].cancels)
+        assert workers[0].running == set()
+
+
+async def test_a_broken_stream_is_resumed_and_nothing_is_computed_twice(model: Path) -> None:
+    script = tiny_script(model)
+    worker = FakeWorker("a1", AGGREGATED, script)
+    worker.pause_at = 5
+    async with running_router(model, [worker]) as router:
+        reading = asyncio.create_task(read_stream(router))
+        await until(lambda: len(worker._frames) == 5)
+        await worker.break_streams()
+        worker.resume.set()
+        text, ids, errors = await reading
+        assert (text, ids, errors) == (ANSWER, script, [])
+        assert len(worker.submits) == 1
+
+
+async def test_a_worker_that_restarts_gets_its_requests_again(model: Path) -> None:
+    script = tiny_script(model)
+    worker = FakeWorker("a1", AGGREGATED, script)
+    worker.pause_at = 5
+    async with running_router(model, [worker]) as router:
+        reading = asyncio.create_task(read_stream(router))
+        await until(lambda: len(worker._frames) == 5)
+        worker.pause_at = None
+        await worker.restart()
+        text, ids, errors = await reading
+        assert (text, ids, errors) == (ANSWER, script, [])
+        assert list(worker.submits[1].output_token_ids) == script[:5]
+
+
+async def test_frames_of_a_past_epoch_and_repeated_positions_are_dropped(model: Path) -> None:
+    script = tiny_script(model)
+    prefill, decode = FakeWorker("p1", PREFILL, script), FakeWorker("d1", DECODE, script)
+    decode.pause_at = 3
+    async with running_router(model, [prefill, decode]) as router:
+        reading = asyncio.create_task(read_stream(router))
+        await until(lambda: len(decode._frames) == 2)
+        (first,), (second,) = prefill.submits, decode.submits
+        await prefill.say(first, 3, [7, 7, 7])  # its part is over
+        await decode.say(second, 3, [7], epoch=1)  # another attempt
+        await decode.say(second, 0, script[:3])  # all seen
+        await decode.say(second, 2, script[2:4])  # half seen
+        decode.pause_at = None
+        decode.resume.set()
+        text, ids, errors = await reading
+        assert (text, ids, errors) == (ANSWER, script, [])
+
+
+async def test_a_client_that_leaves_frees_what_it_had_everywhere(model: Path) -> None:
+    script = tiny_script(model)
+    prefill, decode = FakeWorker("p1", PREFILL, script), FakeWorker("d1", DECODE, script)
+    decode.pause_at = 4
+    async with running_router(model, [prefill, decode]) as router:
+        for stream in (True, False):
+            decode.cancels.clear()
+            body = {**BODY, "stream": stream}
+            asking = asyncio.create_task(
+                router.session.post(f"{router.url}{PATH}", json=body).__aenter__()
+            )
+            await until(lambda: decode.running)
+            if stream:
+                (await asking).close()
+            asking.cancel()
+            await asyncio.gather(asking, return_exceptions=True)
+            submit = decode.submits[-1].ticket
+            await until(lambda submit=submit: decode.cancels == [(submit.request_id, submit.epoch)])
+            await until(lambda: not decode.running)
+        running = 'vllm:num_requests_running{model_name="tiny"}'
+        assert await router.metric(running) == 0
+
+
+async def test_a_client_that_leaves_before_token_1_cancels_prefill(model: Path) -> None:
+    script = tiny_script(model)
+    prefill, decode = FakeWorker("p1", PREFILL, script), FakeWorker("d1", DECODE, script)
+    prefill.pause_at = 0
+    async with running_router(model, [prefill, decode]) as router:
+        asking = asyncio.create_task(
+            router.session.post(f"{router.url}{PATH}", json=BODY).__aenter__()
+        )
+        await until(lambda: prefill.running)
+        asking.cancel()
+        await until(lambda: prefill.cancels)
+        await until(lambda: not prefill.running)
+        assert decode.submits == []
+
+
+async def test_a_full_queue_sends_the_request_elsewhere_then_back(model: Path) -> None:
+    script = tiny_script(model)
+    workers = [FakeWorker(f"a{i}", AGGREGATED, script) for i in (1, 2)]
+    async with running_router(model, workers) as router:
+        workers[0].refuse = grpc.StatusCode.RESOURCE_EXHAUSTED
+        for _ in range(4):
+            assert (await read_stream(router))[0] == ANSWER
+        workers[1].refuse = grpc.StatusCode.RESOURCE_EXHAUSTED
+        status, body, headers = await router.post(PATH, {**BODY, "stream": False})
+        assert (status, headers["Retry-After"]) == (429, "1")
+        assert body["error"]["code"] == "over_capacity"
+
+
+async def test_what_a_worker_refuses_for_good_is_the_clients_error(model: Path) -> None:
+    worker = FakeWorker("a1", AGGREGATED, tiny_script(model))
+    worker.refuse = grpc.StatusCode.INVALID_ARGUMENT
+    async with running_router(model, [worker]) as router:
+        status, body, _ = await router.post(PATH, BODY)
+        assert status == 400
+        assert body["error"]["message"] == "refused by the script"
+        assert len(worker.submits) == 1
+
+
+async def test_a_request_that_fails_everywhere_ends_in_an_error_event(model: Path) -> None:
+    script = tiny_script(model)
+    worker = FakeWorker("a1", AGGREGATED, script)
+    worker.pause_at = 2
+    times = DispatchTimes(recovery_s=0.2)
+    async with running_router(model, [worker], dispatch_times=times) as router:
+        reading = asyncio.create_task(read_stream(router))
+        await until(lambda: len(worker._frames) == 2)
+        await worker.die()
+        _, ids, errors = await reading
+        assert ids == script[:2]
+        assert [error["code"] for error in errors] == ["unavailable"]
+
+
+async def test_the_deadline_ends_a_request_before_its_first_byte_with_504(model: Path) -> None:
+    worker = FakeWorker("a1", AGGREGATED, tiny_script(model))
+    worker.pause_at = 0
+    async with running_router(model, [worker], request_timeout_s=0.3) as router:
+        status, body, _ = await router.post(PATH, BODY)
+        assert status == 504
+        assert body["error"]["type"] == "timeout_error"
+        await until(lambda: not worker.running)
+
+
+async def test_load_spreads_over_equal_workers(model: Path) -> None:
+    script = tiny_script(model)
+    workers = [FakeWorker(f"a{i}", AGGREGATED, script) for i in (1, 2, 3)]
+    for worker in workers:
+        worker.pause_at = 1
+    async with running_router(model, workers) as router:
+        asking = [asyncio.create_task(read_stream(router)) for _ in range(9)]
+        await until(lambda: sum(len(w.submits) for w in workers) == 9)
+        assert [len(w.submits) for w in workers] == [3, 3, 3]
+        for worker in workers:
+            worker.resume.set()
+        assert [text for text, _, _ in await asyncio.gather(*asking)] == [ANSWER] * 9

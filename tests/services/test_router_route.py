@@ -1,0 +1,211 @@
+"""The routing state of a request, event by event."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from diptych.engine.request import FinishReason, KVCommit, TokenLogprobs
+from diptych.services.router.route import Entry, Outcome, RequestRoute, Role, Stage
+
+COMMIT = KVCommit(
+    epoch=1, kv_namespace="salted", num_tokens=5, objects=[], connector="S", num_cached_tokens=4
+)
+
+
+@dataclass(frozen=True)
+class Worker:
+    key: str
+    role: Role
+    kv_namespace: str = "ns"
+
+
+P1, P2 = Worker("p1", Role.PREFILL), Worker("p2", Role.PREFILL)
+D1, D2 = Worker("d1", Role.DECODE), Worker("d2", Role.DECODE)
+A1 = Worker("a1", Role.AGGREGATED)
+
+
+def entry(epoch: int, position: int, *token_ids: int, **fields: Any) -> Entry:
+    return Entry(epoch=epoch, first_position=position, token_ids=list(token_ids), **fields)
+
+
+@pytest.mark.parametrize(
+    ("workers", "expected"),
+    [
+        ([P1, D1], {"p1": Stage.PREFILL}),
+        ([P1, P2, D1], {"p1": Stage.PREFILL, "p2": Stage.PREFILL}),
+        ([A1], {"a1": Stage.WHOLE}),
+        ([P1, D1, A1], {"p1": Stage.PREFILL, "a1": Stage.WHOLE}),
+        ([P1, A1], {"a1": Stage.WHOLE}),
+        ([D1, D2], {"d1": Stage.WHOLE, "d2": Stage.WHOLE}),
+        ([P1], {"p1": Stage.WHOLE}),
+        ([], {}),
+    ],
+)
+def test_a_new_request_takes_a_complete_path_or_whoever_there_is(
+    workers: list[Worker], expected: dict[str, Stage]
+) -> None:
+    assert RequestRoute(max_tokens=10).options(workers) == expected
+
+
+def handed_over(max_tokens: int = 10) -> RequestRoute:
+    """A request whose token 1 and commit have come from p1."""
+    route = RequestRoute(max_tokens)
+    route.begin(P1, Stage.PREFILL)
+    assert route.on_entry("p1", entry(1, 0, 11)).outcome is Outcome.CONTINUE
+    assert route.on_entry("p1", entry(1, 1, commit=COMMIT)).outcome is Outcome.HANDED_OVER
+    return route
+
+
+def test_the_hand_off_goes_to_decode_with_token_1_and_the_commit() -> None:
+    route = handed_over()
+    assert route.options([P1, P2, D1, D2, A1]) == {"d1": Stage.DECODE, "d2": Stage.DECODE}
+    attempt = route.begin(D1, Stage.DECODE)
+    assert (attempt.epoch, attempt.output_token_ids, attempt.commit) == (2, (11,), COMMIT)
+
+
+def test_a_commit_before_token_1_waits_for_it() -> None:
+    route = RequestRoute(10)
+    route.begin(P1, Stage.PREFILL)
+    assert route.on_entry("p1", entry(1, 0, commit=COMMIT)).outcome is Outcome.CONTINUE
+    step = route.on_entry("p1", entry(1, 0, 11))
+    assert step.outcome is Outcome.HANDED_OVER
+    assert step.released is not None
+    assert step.released.num_cached_tokens == 4
+
+
+def test_a_decode_worker_of_another_namespace_recomputes() -> None:
+    route = handed_over()
+    other = Worker("d3", Role.DECODE, kv_namespace="other")
+    assert route.begin(other, Stage.DECODE).commit is None
+
+
+@pytest.mark.parametrize("reason", [FinishReason.STOP, FinishReason.LENGTH])
+def test_token_1_may_be_the_end(reason: FinishReason) -> None:
+    route = RequestRoute(max_tokens=1)
+    route.begin(P1, Stage.PREFILL)
+    step = route.on_entry("p1", entry(1, 0, 11, finish_reason=reason))
+    assert step.outcome is Outcome.FINISHED
+    assert step.released is not None
+    assert step.released.finish_reason is reason
+    assert route.attempt is None
+
+
+def test_a_prefill_that_stops_to_hand_over_does_not_end_the_request() -> None:
+    route = RequestRoute(max_tokens=10)
+    route.begin(P1, Stage.PREFILL)
+    step = route.on_entry("p1", entry(1, 0, 11, finish_reason=FinishReason.LENGTH))
+    assert step.outcome is Outcome.CONTINUE
+
+
+def test_a_lost_prefill_is_retried_on_another_under_a_new_epoch() -> None:
+    route = RequestRoute(10)
+    route.begin(P1, Stage.PREFILL)
+    route.fail("gone")
+    assert route.options([P1, P2, D1]) == {"p2": Stage.PREFILL}
+    assert route.begin(P2, Stage.PREFILL).epoch == 2
+    assert route.on_entry("p1", entry(1, 0, 11)).outcome is Outcome.STALE
+    assert route.on_entry("p2", entry(1, 0, 11)).outcome is Outcome.STALE
+
+
+def test_a_prefill_lost_after_token_1_leaves_the_rest_to_decode() -> None:
+    route = RequestRoute(10)
+    route.begin(P1, Stage.PREFILL)
+    route.on_entry("p1", entry(1, 0, 11))
+    route.fail("gone")
+    assert route.options([P2, D1]) == {"d1": Stage.WHOLE}
+    assert route.begin(D1, Stage.WHOLE).output_token_ids == (11,)
+
+
+def test_a_lost_decode_keeps_the_commit_and_what_was_sent() -> None:
+    route = handed_over()
+    route.begin(D1, Stage.DECODE)
+    route.on_entry("d1", entry(2, 1, 12, 13))
+    route.fail("gone")
+    assert route.options([P1, D1, D2]) == {"d2": Stage.DECODE}
+    attempt = route.begin(D2, Stage.DECODE)
+    assert (attempt.epoch, attempt.output_token_ids) == (3, (11, 12, 13))
+    assert attempt.commit == COMMIT
+    route.fail("gone too")
+    assert route.options([P1, D1, D2]) == {"p1": Stage.WHOLE}
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"error": "the engine died"},
+        {"finish_reason": FinishReason.ERROR},
+        {"finish_reason": FinishReason.ABORT},
+    ],
+)
+def test_an_attempt_that_fails_at_its_worker_is_lost(bad: dict[str, Any]) -> None:
+    route = RequestRoute(10)
+    route.begin(A1, Stage.WHOLE)
+    assert route.on_entry("a1", entry(1, 0, **bad)).outcome is Outcome.LOST
+    assert route.options([A1]) == {}
+    route.forgive()
+    assert route.options([A1]) == {"a1": Stage.WHOLE}
+
+
+def test_a_gap_in_positions_is_a_loss() -> None:
+    route = RequestRoute(10)
+    route.begin(A1, Stage.WHOLE)
+    assert route.on_entry("a1", entry(1, 1, 12)).outcome is Outcome.LOST
+
+
+def test_failures_are_bounded() -> None:
+    route = RequestRoute(10, max_failures=2)
+    for _ in range(3):
+        assert not route.exhausted
+        route.begin(A1, Stage.WHOLE)
+        route.fail("gone")
+    assert route.exhausted
+
+
+def test_logprobs_of_repeated_positions_are_cut_too() -> None:
+    route = RequestRoute(10)
+    route.begin(A1, Stage.WHOLE)
+    route.on_entry("a1", entry(1, 0, 11))
+    packed = TokenLogprobs(width=2, token_ids=[1, 2, 3, 4], logprobs=[-1, -2, -3, -4], ranks=[1, 2])
+    step = route.on_entry("a1", entry(1, 0, 11, 12, logprobs=packed))
+    assert step.released is not None
+    assert step.released.logprobs == TokenLogprobs(
+        width=2, token_ids=[3, 4], logprobs=[-3, -4], ranks=[2]
+    )
+    assert (step.released.first_position, step.released.token_ids) == (1, [12])
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(
+        st.one_of(
+            st.tuples(st.just("say"), st.integers(0, 12), st.integers(0, 4), st.integers(1, 6)),
+            st.tuples(st.just("lose"), st.just(0), st.just(0), st.just(0)),
+        ),
+        max_size=40,
+    )
+)
+def test_positions_are_released_in_order_each_once(events: list[tuple[str, int, int, int]]) -> None:
+    """Whatever workers say under whatever epoch, the client gets 0, 1, 2, … each once."""
+    route = RequestRoute(1000, max_failures=100)
+    seen: list[int] = []
+    epochs = [route.begin(A1, Stage.WHOLE).epoch]
+    for kind, position, count, epoch in events:
+        if kind == "lose":
+            route.fail("gone")
+        else:
+            # token p of every true output is 100 + p
+            tokens = range(100 + position, 100 + position + count)
+            step = route.on_entry("a1", entry(epoch, position, *tokens))
+            if step.released is not None:
+                assert epoch == epochs[-1]
+                seen.extend(step.released.token_ids)
+        if route.attempt is None:
+            epochs.append(route.begin(A1, Stage.WHOLE).epoch)
+    assert seen == list(range(100, 100 + len(seen)))
+    assert all(later == earlier + 1 for earlier, later in pairwise(epochs))
