@@ -115,3 +115,13 @@ class FakeTransfers:
         output = self.executor.execute_model(step)
         output.kv_connector_output, self.report = self.report, KVConnectorOutput()
         return output
+
+
+class Served:
+    """A fake executor whose connector's worker half is `transfers`."""
+
+    def __init__(self, executor: FakeExecutor, transfers: FakeTransfers) -> None:
+        self.kv_layout = executor.kv_layout
+        self.kv_namespace = executor.kv_namespace
+        self.execute_model = transfers.execute_model
+        self.shutdown = executor.shutdown

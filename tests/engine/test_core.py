@@ -4,7 +4,7 @@ from diptych.config import EngineConfig
 from diptych.engine.core import EngineCore, EngineState
 from diptych.engine.request import EngineCoreOutputs, FinishReason
 from diptych.errors import EngineDeadError
-from tests.engine.fake_connector import FakeConnector, FakeTransfers
+from tests.engine.fake_connector import FakeConnector, FakeTransfers, Served
 from tests.engine.fake_executor import FakeExecutor, expected_output
 from tests.engine.make_requests import make_request
 
@@ -63,7 +63,7 @@ def test_a_failing_executor_ends_every_request_and_names_the_state() -> None:
 def test_while_only_transfers_are_under_way_the_core_says_so_and_repeats_nothing() -> None:
     executor, connector = FakeExecutor(), FakeConnector(available=1000)
     transfers = FakeTransfers(executor, connector)
-    core = EngineCore(EngineConfig(), _Served(executor, transfers), connector)
+    core = EngineCore(EngineConfig(), Served(executor, transfers), connector)
     core.add_request(make_request("a", PROMPT))
     assert core.step() is not None
     assert core.is_waiting_for_transfers
@@ -83,13 +83,3 @@ def test_closing_releases_the_executor_once() -> None:
     assert executor.closed
     with pytest.raises(EngineDeadError, match="closed"):
         core.add_request(make_request("a", PROMPT))
-
-
-class _Served:
-    """A fake executor whose connector's worker half is `transfers`."""
-
-    def __init__(self, executor: FakeExecutor, transfers: FakeTransfers) -> None:
-        self.kv_layout = executor.kv_layout
-        self.kv_namespace = executor.kv_namespace
-        self.execute_model = transfers.execute_model
-        self.shutdown = executor.shutdown

@@ -1,6 +1,6 @@
 import pytest
 
-from diptych.engine.request import FinishReason
+from diptych.engine.request import FinishReason, TokenLogprobs
 from diptych.errors import CapacityError, InvalidRequestError
 from tests.engine.engine_driver import Driver
 from tests.engine.fake_executor import expected_output
@@ -296,3 +296,33 @@ def test_pending_tokens_are_the_prompt_tokens_not_yet_computed() -> None:
     assert driver.stats.num_pending_tokens == 24
     driver.run()
     assert driver.stats.num_pending_tokens == 0
+
+
+def test_prompt_logprobs_of_all_chunks_come_once_with_the_first_token() -> None:
+    driver = Driver(max_num_batched_tokens=16)
+    driver.add(make_request("a", PROMPT, max_tokens=3, prompt_logprobs=0))
+    received = []
+    computed = 0
+    while driver.scheduler.has_requests:
+        step = driver.scheduler.schedule()
+        output = driver.executor.execute_model(step)
+        end = min(computed + step.num_scheduled_tokens["a"], len(PROMPT) - 1)
+        output.prompt_logprobs["a"] = logprobs_of(PROMPT[computed + 1 : end + 1])
+        computed = end
+        outputs = driver.scheduler.update_from_output(step, output)
+        received.append([logprobs.token_ids for logprobs in outputs.prompt_logprobs.values()])
+    assert received == [[], [], [PROMPT[1:]], [], []]
+
+
+def test_the_runner_is_asked_for_prompt_logprobs_only_while_they_are_due() -> None:
+    driver = Driver()
+    driver.add(make_request("a", PROMPT, prompt_logprobs=2))
+    driver.add(make_request("b", PROMPT, output=expected_output(PROMPT, 1), prompt_logprobs=2))
+    new = {item.request_id: item for item in driver.scheduler.schedule().new_requests}
+    assert new["a"].sampling_params.prompt_logprobs == 2
+    assert new["b"].sampling_params.prompt_logprobs is None
+
+
+def logprobs_of(token_ids: list[int]) -> TokenLogprobs:
+    count = len(token_ids)
+    return TokenLogprobs(width=1, token_ids=token_ids, logprobs=[-1.0] * count, ranks=[1] * count)

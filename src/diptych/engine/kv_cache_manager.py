@@ -39,6 +39,7 @@ class KVCacheManager:
         self._num_cached_blocks: dict[str, int] = {}
         self._quarantine: dict[str, BlocksByGroup] = {}
         self._enable_caching = enable_caching
+        self._no_ids: BlockIds = tuple([] for _ in range(num_groups))
 
     @property
     def capacity_tokens(self) -> int:
@@ -88,6 +89,8 @@ class KVCacheManager:
                 return None
             self._start(request_id, computed)
         held = self.req_to_blocks[request_id]
+        if computed is None and num_tokens <= len(held[0]) * self.block_size:
+            return self._no_ids  # most steps of most requests
         missing = [max(0, self._blocks_for(num_tokens) - len(group)) for group in held]
         if sum(missing) > self.pool.num_free:
             return None

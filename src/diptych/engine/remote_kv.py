@@ -84,8 +84,7 @@ class RemoteKV:
 
     def note_loaded_in_step(self, request: SchedulerRequest) -> None:
         """The step that relied on a synchronous load has succeeded."""
-        if request.num_external_tokens:
-            self._take_loaded(request, request.num_local_tokens + request.num_external_tokens)
+        self._take_loaded(request, request.num_local_tokens + request.num_external_tokens)
 
     def note_failed_in_step(self, request: SchedulerRequest, num_valid_tokens: int) -> int:
         """The step that relied on a synchronous load has failed; returns the tokens that hold."""

@@ -121,7 +121,8 @@ class EngineCoreOutputs(msgspec.Struct, frozen=True, kw_only=True):
 
     `first_positions[i]` is the position in the output (0 is token 1) of the entry's first token;
     its tokens are the next `token_counts[i]` of `token_ids`. An entry may have no token (a commit,
-    an abort, an error). `commits`, `logprobs`, `prompt_logprobs`, `errors` are keyed by entry.
+    an abort, an error). A request's last entry has a finish reason or a commit. `commits`,
+    `logprobs`, `prompt_logprobs`, `errors` are keyed by entry.
     """
 
     request_ids: list[str] = []

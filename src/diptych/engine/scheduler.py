@@ -288,9 +288,10 @@ class Scheduler:
     def _advance(self, request: SchedulerRequest, count: int, output: ModelRunnerOutput) -> None:
         """Take one request's share of a step."""
         self._counters.count_computed(request, count)
-        self._remote.note_loaded_in_step(request)
         request.num_computed_tokens += count
-        self._kv.cache_blocks(request, request.num_computed_tokens)
+        if request.num_external_tokens:
+            self._remote.note_loaded_in_step(request)
+            self._kv.cache_blocks(request, request.num_computed_tokens)
         request_id = request.request_id
         if (part := output.prompt_logprobs.get(request_id)) is not None:
             request.keep_prompt_logprobs(part)
