@@ -20,16 +20,14 @@ OVERSUBSCRIPTION = 4
 
 
 @triton.jit
-def _split_bounds(
-    seq_len, SPLITS: tl.constexpr, MIN: tl.constexpr, BN: tl.constexpr, WINDOW: tl.constexpr
-):
+def _split_bounds(seq_len, splits, MIN: tl.constexpr, BN: tl.constexpr, WINDOW: tl.constexpr):
     """The first tile's start, and the length of a split in whole tiles."""
     first = tl.maximum(seq_len - WINDOW, 0) // BN * BN if WINDOW > 0 else 0
-    length = tl.cdiv(tl.cdiv(seq_len - first, SPLITS), BN) * BN
+    length = tl.cdiv(tl.cdiv(seq_len - first, splits), BN) * BN
     return first, tl.maximum(length, MIN)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["splits", "stride_table"])
 def _paged_decode_kernel(
     q,
     k_cache,
@@ -39,6 +37,7 @@ def _paged_decode_kernel(
     partial_lse,
     block_tables,
     seq_lens,
+    splits,
     scale_log2,
     stride_q_seq,
     stride_q_head,
@@ -54,16 +53,16 @@ def _paged_decode_kernel(
     BN: tl.constexpr,
     BD: tl.constexpr,
     WINDOW: tl.constexpr,
-    SPLITS: tl.constexpr,
     MIN: tl.constexpr,
+    SPLIT: tl.constexpr,
 ):
     i_h, i_split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     i_s = tl.program_id(2).to(tl.int64)
     seq_len = tl.load(seq_lens + i_s)
-    first, length = _split_bounds(seq_len, SPLITS, MIN, BN, WINDOW)
+    first, length = _split_bounds(seq_len, splits, MIN, BN, WINDOW)
     first += i_split * length
     last = tl.minimum(first + length, seq_len)
-    if SPLITS > 1 and first >= last:
+    if SPLIT and first >= last:
         return
 
     o_g, o_d = tl.arange(0, BM), tl.arange(0, BD)
@@ -99,41 +98,42 @@ def _paged_decode_kernel(
     b_sum = tl.where(b_l == 0.0, 1.0, b_l)
     b_acc = b_acc / b_sum[:, None]
     o_row = i_s * H + o_head
-    if SPLITS == 1:
-        tl.store(out + o_row[:, None] * D + o_d[None, :], b_acc, mask=m_q)
-    else:
-        o_partial = o_row * SPLITS + i_split
+    if SPLIT:
+        o_partial = o_row * splits + i_split
         tl.store(partial + o_partial[:, None] * D + o_d[None, :], b_acc, mask=m_q)
         tl.store(partial_lse + o_partial, b_m + tl.log2(b_sum), mask=o_g < G)
+    else:
+        tl.store(out + o_row[:, None] * D + o_d[None, :], b_acc, mask=m_q)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["splits"])
 def _reduce_kernel(
     out,
     partial,
     partial_lse,
     seq_lens,
+    splits,
     H: tl.constexpr,
     D: tl.constexpr,
     BD: tl.constexpr,
     BN: tl.constexpr,
     WINDOW: tl.constexpr,
-    SPLITS: tl.constexpr,
     MIN: tl.constexpr,
+    MAX: tl.constexpr,
 ):
     i_row = tl.program_id(0).to(tl.int64)
     seq_len = tl.load(seq_lens + i_row // H)
-    first, length = _split_bounds(seq_len, SPLITS, MIN, BN, WINDOW)
-    o_split, o_d = tl.arange(0, SPLITS), tl.arange(0, BD)
+    first, length = _split_bounds(seq_len, splits, MIN, BN, WINDOW)
+    o_split, o_d = tl.arange(0, MAX), tl.arange(0, BD)
     # the other splits wrote nothing
-    m_split = first + o_split * length < seq_len
-    # [SPLITS]
-    b_lse = tl.load(partial_lse + i_row * SPLITS + o_split, mask=m_split, other=float("-inf"))
+    m_split = (o_split < splits) & (first + o_split * length < seq_len)
+    # [MAX]
+    b_lse = tl.load(partial_lse + i_row * splits + o_split, mask=m_split, other=float("-inf"))
     b_max = tl.max(b_lse, 0)
     b_w = tl.exp2(b_lse - tl.where(b_max == float("-inf"), 0.0, b_max))
     b_sum = tl.sum(b_w, 0)
-    p_partial = partial + (i_row * SPLITS + o_split)[:, None] * D + o_d[None, :]
-    # [SPLITS, BD]
+    p_partial = partial + (i_row * splits + o_split)[:, None] * D + o_d[None, :]
+    # [MAX, BD]
     b_x = tl.load(p_partial, mask=m_split[:, None] & (o_d < D)[None, :], other=0.0)
     b_out = tl.sum(b_x * b_w[:, None], 0) / tl.where(b_sum == 0.0, 1.0, b_sum)
     tl.store(out + i_row * D + o_d, b_out, mask=o_d < D)
@@ -158,7 +158,7 @@ def paged_decode_attention(
     the two caches. No value on the device decides the launch, so it may be captured.
 
     Args:
-        num_splits: a power of two; chosen for the device, the batch and `max_seq_len` if absent.
+        num_splits: at most `MAX_SPLITS`; if absent, chosen for device, batch and `max_seq_len`.
         min_split: keys under which a sequence is not split further, a multiple of the key tile.
     """
     num_seqs, num_heads, head_dim = q.shape
@@ -188,6 +188,7 @@ def paged_decode_attention(
         partial_lse,
         block_tables,
         seq_lens,
+        splits,
         scale * math.log2(math.e),
         q.stride(0),
         q.stride(1),
@@ -203,8 +204,8 @@ def paged_decode_attention(
         BN=block_n,
         BD=block_d,
         WINDOW=sliding_window,
-        SPLITS=splits,
         MIN=min_split,
+        SPLIT=splits > 1,
         num_warps=warps,
         num_stages=stages,
     )
@@ -214,13 +215,15 @@ def paged_decode_attention(
             partial,
             partial_lse,
             seq_lens,
+            splits,
             H=num_heads,
             D=head_dim,
             BD=block_d,
             BN=block_n,
             WINDOW=sliding_window,
-            SPLITS=splits,
             MIN=min_split,
+            # few variants, so that few are compiled while serving
+            MAX=8 if splits <= 8 else MAX_SPLITS,
             num_warps=4,
         )
     return out

@@ -62,7 +62,7 @@ def _attend_tiles(
     return b_acc, b_m, b_l
 
 
-@triton.jit(do_not_specialize=["num_seqs"])
+@triton.jit(do_not_specialize=["num_seqs", "stride_table"])
 def _paged_prefill_kernel(
     q,
     k_cache,
@@ -200,12 +200,13 @@ def _tiles(
     dtype: torch.dtype, block_d: int, group: int, max_query_len: int
 ) -> tuple[int, int, int, int]:
     """`(BM, BN, warps, stages)`: no more rows than there are queries."""
-    rows = max(triton.next_power_of_2(max_query_len * group), triton.next_power_of_2(group), 16)
+    least = max(triton.next_power_of_2(group), 16)
     if dtype == torch.float32:
-        most, block_n, stages = 32, 32, 1
+        block_m, block_n, stages = 32, 32, 1
     elif block_d > 128:
-        most, block_n, stages = 64, 64, 2
+        block_m, block_n, stages = 64, 64, 2
     else:
-        most, block_n, stages = 128, 64, 3
-    block_m = min(max(most, triton.next_power_of_2(group)), rows)
+        block_m, block_n, stages = 128, 64, 3
+    # two variants, so that few are compiled while serving
+    block_m = least if max_query_len * group <= least else max(block_m, least)
     return block_m, block_n, 8 if block_m >= 128 else 4, stages
