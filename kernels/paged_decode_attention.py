@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from typing import NamedTuple
 
 import torch
 import triton
@@ -17,6 +18,14 @@ MIN_SPLIT = 256
 MAX_SPLITS = 64
 # Programs per multiprocessor that hide the latency of each other's loads.
 OVERSUBSCRIPTION = 4
+
+
+class DecodeTiles(NamedTuple):
+    """How the keys of a split are walked."""
+
+    block_n: int
+    num_warps: int
+    num_stages: int
 
 
 @triton.jit
@@ -151,6 +160,7 @@ def paged_decode_attention(
     *,
     num_splits: int | None = None,
     min_split: int = MIN_SPLIT,
+    tiles: DecodeTiles | None = None,
 ) -> Tensor:
     """Attention of one query per sequence, at its last position, over its paged KV.
 
@@ -160,6 +170,7 @@ def paged_decode_attention(
     Args:
         num_splits: at most `MAX_SPLITS`; if absent, chosen for device, batch and `max_seq_len`.
         min_split: keys under which a sequence is not split further, a multiple of the key tile.
+        tiles: chosen for dtype and head if absent.
     """
     num_seqs, num_heads, head_dim = q.shape
     num_kv_heads, block_size = k_cache.shape[1:3]
@@ -178,7 +189,7 @@ def paged_decode_attention(
         partial = torch.empty(*shape, head_dim, dtype=torch.float32, device=q.device)
         partial_lse = torch.empty(shape, dtype=torch.float32, device=q.device)
     block_d = max(triton.next_power_of_2(head_dim), 16)
-    block_n, warps, stages = _tiles(q.dtype, block_d)
+    block_n, warps, stages = tiles or _choose_tiles(q.dtype, block_d)
     _paged_decode_kernel[(num_kv_heads, splits, num_seqs)](
         q,
         k_cache,
@@ -229,11 +240,10 @@ def paged_decode_attention(
     return out
 
 
-def _tiles(dtype: torch.dtype, block_d: int) -> tuple[int, int, int]:
-    """`(BN, warps, stages)`."""
+def _choose_tiles(dtype: torch.dtype, block_d: int) -> DecodeTiles:
     if dtype == torch.float32:
-        return 32, 4, 2
-    return 64, 4, 3 if block_d <= 128 else 2
+        return DecodeTiles(32, 4, 2)
+    return DecodeTiles(64, 4, 3 if block_d <= 128 else 2)
 
 
 def _choose_splits(programs: int, max_keys: int, min_split: int, device: torch.device) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 import triton
@@ -10,6 +11,15 @@ import triton.language as tl
 from torch import Tensor
 
 from diptych.kernels.tiles import online_softmax, slot_offsets
+
+
+class PrefillTiles(NamedTuple):
+    """Rows (queries times heads of a group) and keys of a tile."""
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
 
 
 @triton.jit
@@ -147,11 +157,16 @@ def paged_prefill_attention(
     scale: float,
     sliding_window: int = 0,
     max_query_len: int = 0,
+    *,
+    tiles: PrefillTiles | None = None,
 ) -> Tensor:
     """Causal attention of the last `query_len` tokens of each sequence over its paged KV.
 
     Arguments as in `reference.paged_prefill_attention`; every last axis contiguous, equal strides
     of the two caches. No value on the device decides the launch, so it may be captured.
+
+    Args:
+        tiles: chosen for dtype, head and `max_query_len` if absent; `block_m` at least the group.
     """
     num_tokens, num_heads, head_dim = q.shape
     num_kv_heads, block_size = k_cache.shape[1:3]
@@ -163,7 +178,8 @@ def paged_prefill_attention(
     if num_tokens == 0 or num_seqs == 0:
         return out
     block_d = max(triton.next_power_of_2(head_dim), 16)
-    block_m, block_n, warps, stages = _tiles(q.dtype, block_d, group, max_query_len or num_tokens)
+    tiles = tiles or _choose_tiles(q.dtype, block_d, group, max_query_len or num_tokens)
+    block_m, block_n, warps, stages = tiles
     # an upper bound of the blocks: each sequence may leave one block part empty
     grid = (num_kv_heads, num_tokens // (block_m // group) + num_seqs)
     _paged_prefill_kernel[grid](
@@ -196,10 +212,7 @@ def paged_prefill_attention(
     return out
 
 
-def _tiles(
-    dtype: torch.dtype, block_d: int, group: int, max_query_len: int
-) -> tuple[int, int, int, int]:
-    """`(BM, BN, warps, stages)`: no more rows than there are queries."""
+def _choose_tiles(dtype: torch.dtype, block_d: int, group: int, max_query_len: int) -> PrefillTiles:
     least = max(triton.next_power_of_2(group), 16)
     if dtype == torch.float32:
         block_m, block_n, stages = 32, 32, 1
@@ -209,4 +222,4 @@ def _tiles(
         block_m, block_n, stages = 128, 64, 3
     # two variants, so that few are compiled while serving
     block_m = least if max_query_len * group <= least else max(block_m, least)
-    return block_m, block_n, 8 if block_m >= 128 else 4, stages
+    return PrefillTiles(block_m, block_n, 8 if block_m >= 128 else 4, stages)

@@ -18,7 +18,7 @@ def test_rope_matches_reference(tokens, heads, kv_heads, dim, dtype, device) -> 
     q, k = qkv[:, :heads], qkv[:, heads : heads + kv_heads]
     cos_sin = torch.randn(300, dim, device=device)
     positions = torch.randint(300, (tokens,), device=device)
-    tolerance = 1e-6 if dtype == torch.float32 else 2e-2
+    tolerance = 5e-6 if dtype == torch.float32 else 2e-2
     for ours, theirs in zip(
         rope(q, k, positions, cos_sin), reference.rope(q, k, positions, cos_sin), strict=True
     ):

@@ -15,6 +15,6 @@ def test_silu_mul_matches_reference(tokens, size, dtype, device) -> None:
     torch.manual_seed(0)
     x = torch.randn(tokens, 2 * size, device=device).to(dtype)
     x[:, :3] = torch.tensor([-100.0, 0.0, 100.0], dtype=dtype)
-    tolerance = 1e-6 if dtype == torch.float32 else 1e-2
+    tolerance = 5e-6 if dtype == torch.float32 else 1e-2
     ours, theirs = silu_mul(x), reference.silu_mul(x)
     torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
