@@ -1,0 +1,216 @@
+"""Diptych services as real processes with explicit ports, and the figures they show."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+from prometheus_client.parser import text_string_to_metric_families
+
+READY_S = 120.0
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+def until(holds: Callable[[], bool], what: str, timeout_s: float = 15.0) -> None:
+    """Wait for a condition."""
+    deadline = time.monotonic() + timeout_s
+    while not holds():
+        assert time.monotonic() < deadline, f"not within {timeout_s:g} s: {what}"
+        time.sleep(0.05)
+
+
+@dataclass
+class ServiceProcess:
+    """One `diptych` command with a configuration file, its log and its ports."""
+
+    command: str
+    sections: dict[str, dict[str, Any]]
+    directory: Path
+    admin_port: int
+    process: subprocess.Popen[bytes] | None = field(default=None, repr=False)
+
+    def start(self) -> None:
+        config = self.directory / f"{self.command}-{self.admin_port}.yaml"
+        config.write_text(yaml.safe_dump(self.sections))
+        self.log = config.with_suffix(".log")
+        with self.log.open("wb") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "diptych.cli", self.command, "--config", str(config)],
+                stdout=log,
+                stderr=log,
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
+            )
+
+    def wait_ready(self) -> None:
+        assert self.process is not None
+        deadline = time.monotonic() + READY_S
+        while time.monotonic() < deadline:
+            assert self.process.poll() is None, f"{self.command}:\n{self.log.read_text()}"
+            try:
+                with urllib.request.urlopen(self._url("/readyz"), timeout=2):
+                    return
+            except OSError:
+                time.sleep(0.05)
+        raise AssertionError(f"{self.command} is not ready:\n{self.log.read_text()}")
+
+    def metric(self, name: str, **labels: str) -> float:
+        """The sum of a metric's samples that carry `labels`."""
+        with urllib.request.urlopen(self._url("/metrics"), timeout=5) as answer:
+            families = text_string_to_metric_families(answer.read().decode())
+        return sum(
+            sample.value
+            for family in families
+            for sample in family.samples
+            if sample.name == name and labels.items() <= sample.labels.items()
+        )
+
+    def prompt_tokens(self, source: str) -> float:
+        return self.metric("vllm:prompt_tokens_by_source_total", source=source)
+
+    @property
+    def all_blocks_free(self) -> bool:
+        free = self.metric("diptych:kv_blocks_free")
+        return free == self.metric("diptych:kv_blocks_total") > 0
+
+    def kill(self) -> None:
+        """End it without a word."""
+        assert self.process is not None
+        self.process.kill()
+        self.process.wait()
+
+    def stop(self, timeout_s: float = 20.0) -> int:
+        """SIGTERM; its exit code, after SIGKILL if it takes too long."""
+        assert self.process is not None
+        self.process.send_signal(signal.SIGTERM)
+        try:
+            return self.process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            raise AssertionError(f"{self.command} hangs:\n{self.log.read_text()}") from None
+
+    def _url(self, path: str) -> str:
+        return f"http://127.0.0.1:{self.admin_port}{path}"
+
+
+class Cluster:
+    """Services of one model in one directory; all end with the block that started them."""
+
+    def __init__(self, model: Path, directory: Path) -> None:
+        self._model = model
+        self._directory = directory
+        self.services: list[ServiceProcess] = []
+
+    def kvstore(self) -> tuple[ServiceProcess, str]:
+        """A store node and its address."""
+        port = free_port()
+        section = {"port": port, "stream_port": free_port(), "pool_bytes": 64 << 20}
+        return self._start("kvstore", {"kvstore": section}), f"127.0.0.1:{port}"
+
+    def worker(
+        self, role: str, *, store: str | None = None, **engine: Any
+    ) -> tuple[ServiceProcess, str]:
+        """A worker (prefill, decode or worker, which is aggregated) and its address."""
+        port = free_port()
+        section: dict[str, Any] = {"port": port, "worker_id": role}
+        if store is not None:
+            section["kvstore"] = store
+        sections = {"worker": section, "engine": self._engine(**engine)}
+        return self._start(role, sections), f"127.0.0.1:{port}"
+
+    def router(self, *workers: str) -> tuple[ServiceProcess, Api]:
+        """A router over these workers and its API."""
+        port = free_port()
+        sections = {"router": {"port": port, "workers": list(workers)}, "engine": self._engine()}
+        return self._start("router", sections), Api(port)
+
+    def wait_ready(self) -> None:
+        for service in self.services:
+            service.wait_ready()
+
+    def _engine(self, **more: Any) -> dict[str, Any]:
+        return {
+            "model": str(self._model),
+            "served_model_name": "tiny",
+            "device": "cpu",
+            "num_threads": 1,
+            "num_kv_blocks": 256,
+            **more,
+        }
+
+    def _start(self, command: str, sections: dict[str, dict[str, Any]]) -> ServiceProcess:
+        admin_port = free_port()
+        own = "worker" if "worker" in sections else command
+        sections[own]["admin_port"] = admin_port
+        service = ServiceProcess(command, sections, self._directory, admin_port)
+        service.start()
+        self.services.append(service)
+        return service
+
+
+@contextmanager
+def cluster(model: Path, directory: Path) -> Iterator[Cluster]:
+    """An empty cluster; whatever was started in it is stopped, by force if need be."""
+    made = Cluster(model, directory)
+    try:
+        yield made
+    finally:
+        for service in made.services:
+            if service.process is not None and service.process.poll() is None:
+                service.process.send_signal(signal.SIGTERM)
+        for service in made.services:
+            if service.process is not None:
+                try:
+                    service.process.wait(10)
+                except subprocess.TimeoutExpired:
+                    service.kill()
+
+
+class Api:
+    """The OpenAI API of one router, by hand."""
+
+    def __init__(self, port: int) -> None:
+        self.port = port
+
+    def complete(self, prompt: str | list[int], **fields: Any) -> dict[str, Any]:
+        body = {"model": "tiny", "prompt": prompt, **fields}
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{self.port}/v1/completions",
+            json.dumps(body).encode(),
+            {"Content-Type": "application/json"},
+        )
+        try:
+            with urllib.request.urlopen(request, timeout=60) as answer:
+                return dict(json.load(answer))
+        except urllib.error.HTTPError as error:
+            with error:
+                raise AssertionError(f"{error.code}: {error.read().decode()}") from None
+
+    @contextmanager
+    def streaming(self, prompt: str | list[int], **fields: Any) -> Iterator[Iterator[str]]:
+        """Data lines of a streamed completion; leaving the block closes the connection."""
+        body = json.dumps({"model": "tiny", "prompt": prompt, "stream": True, **fields}).encode()
+        head = (
+            "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
+            f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+        )
+        with socket.create_connection(("127.0.0.1", self.port), timeout=30) as connection:
+            connection.sendall(head.encode() + body)
+            with connection.makefile("r", encoding="utf-8") as lines:
+                yield (line[6:].strip() for line in lines if line.startswith("data: "))
