@@ -24,15 +24,15 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1b\x64iptych/proto/kvstore.proto\x12\ndiptych.v1\"4\n\tPlacement\x12\x14\n\x0coffset_bytes\x18\x01 \x01(\x04\x12\x11\n\tnum_bytes\x18\x02 \x01(\x04\"\x10\n\x0eGetNodeRequest\"\x9b\x01\n\tStoreNode\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x15\n\rmemory_socket\x18\x03 \x01(\t\x12\x0f\n\x07\x62oot_id\x18\x04 \x01(\t\x12\x16\n\x0estream_address\x18\x05 \x01(\t\x12\x12\n\npool_bytes\x18\x06 \x01(\x04\x12\x14\n\x0c\x61\x63\x63\x65ss_token\x18\x07 \x01(\x0c\"J\n\x0fPutStartRequest\x12\"\n\x05items\x18\x01 \x03(\x0b\x32\x13.diptych.v1.PutItem\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\")\n\x07PutItem\x12\x0b\n\x03key\x18\x01 \x01(\x0c\x12\x11\n\tnum_bytes\x18\x02 \x01(\x04\"D\n\x10PutStartResponse\x12\x30\n\x0creservations\x18\x01 \x03(\x0b\x32\x1a.diptych.v1.PutReservation\"\x82\x01\n\x0ePutReservation\x12&\n\x06status\x18\x01 \x01(\x0e\x32\x16.diptych.v1.ItemStatus\x12\x0e\n\x06put_id\x18\x02 \x01(\x04\x12(\n\tplacement\x18\x03 \x01(\x0b\x32\x15.diptych.v1.Placement\x12\x0e\n\x06ttl_ms\x18\x04 \x01(\r\"6\n\rPutEndRequest\x12%\n\x05items\x18\x01 \x03(\x0b\x32\x16.diptych.v1.PutEndItem\".\n\nPutEndItem\x12\x0e\n\x06put_id\x18\x01 \x01(\x04\x12\x10\n\x08\x63hecksum\x18\x02 \x01(\x06\":\n\x0ePutEndResponse\x12(\n\x08statuses\x18\x01 \x03(\x0e\x32\x16.diptych.v1.ItemStatus\"#\n\x10PutRevokeRequest\x12\x0f\n\x07put_ids\x18\x01 \x03(\x04\"=\n\x11PutRevokeResponse\x12(\n\x08statuses\x18\x01 \x03(\x0e\x32\x16.diptych.v1.ItemStatus\"A\n\nGetRequest\x12\x0c\n\x04keys\x18\x01 \x03(\x0c\x12\x10\n\x08lease_ms\x18\x02 \x01(\r\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\"5\n\x0bGetResponse\x12&\n\x07results\x18\x01 \x03(\x0b\x32\x15.diptych.v1.GetResult\"\x93\x01\n\tGetResult\x12&\n\x06status\x18\x01 \x01(\x0e\x32\x16.diptych.v1.ItemStatus\x12(\n\tplacement\x18\x02 \x01(\x0b\x32\x15.diptych.v1.Placement\x12\x10\n\x08\x63hecksum\x18\x03 \x01(\x06\x12\x10\n\x08lease_id\x18\x04 \x01(\x04\x12\x10\n\x08lease_ms\x18\x05 \x01(\r\"9\n\x12VerifyLeaseRequest\x12\x11\n\tlease_ids\x18\x01 \x03(\x04\x12\x10\n\x08renew_ms\x18\x02 \x01(\r\"?\n\x13VerifyLeaseResponse\x12(\n\x08statuses\x18\x01 \x03(\x0e\x32\x16.diptych.v1.ItemStatus\"#\n\x0eReleaseRequest\x12\x11\n\tlease_ids\x18\x01 \x03(\x04\";\n\x0fReleaseResponse\x12(\n\x08statuses\x18\x01 \x03(\x0e\x32\x16.diptych.v1.ItemStatus\"\x1d\n\rExistsRequest\x12\x0c\n\x04keys\x18\x01 \x03(\x0c\"!\n\x0e\x45xistsResponse\x12\x0f\n\x07present\x18\x01 \x03(\x08\"\x11\n\x0fGetStatsRequest\"\xe0\x01\n\nStoreStats\x12\x13\n\x0bnum_objects\x18\x01 \x01(\x04\x12\x12\n\nused_bytes\x18\x02 \x01(\x04\x12\x12\n\npool_bytes\x18\x03 \x01(\x04\x12\x12\n\nputs_total\x18\x04 \x01(\x04\x12\x12\n\nhits_total\x18\x05 \x01(\x04\x12\x14\n\x0cmisses_total\x18\x06 \x01(\x04\x12\x17\n\x0f\x65victions_total\x18\x07 \x01(\x04\x12\x18\n\x10stale_puts_total\x18\x08 \x01(\x04\x12\x12\n\nnum_leases\x18\t \x01(\x04\x12\x10\n\x08num_puts\x18\n \x01(\x04*\xbc\x01\n\nItemStatus\x12\x1b\n\x17ITEM_STATUS_UNSPECIFIED\x10\x00\x12\x12\n\x0eITEM_STATUS_OK\x10\x01\x12\x19\n\x15ITEM_STATUS_NOT_FOUND\x10\x02\x12\x16\n\x12ITEM_STATUS_EXISTS\x10\x03\x12\x18\n\x14ITEM_STATUS_NO_SPACE\x10\x04\x12\x17\n\x13ITEM_STATUS_EXPIRED\x10\x05\x12\x17\n\x13ITEM_STATUS_INVALID\x10\x06\x32\xe7\x04\n\x07KvStore\x12<\n\x07GetNode\x12\x1a.diptych.v1.GetNodeRequest\x1a\x15.diptych.v1.StoreNode\x12\x45\n\x08PutStart\x12\x1b.diptych.v1.PutStartRequest\x1a\x1c.diptych.v1.PutStartResponse\x12?\n\x06PutEnd\x12\x19.diptych.v1.PutEndRequest\x1a\x1a.diptych.v1.PutEndResponse\x12H\n\tPutRevoke\x12\x1c.diptych.v1.PutRevokeRequest\x1a\x1d.diptych.v1.PutRevokeResponse\x12\x36\n\x03Get\x12\x16.diptych.v1.GetRequest\x1a\x17.diptych.v1.GetResponse\x12N\n\x0bVerifyLease\x12\x1e.diptych.v1.VerifyLeaseRequest\x1a\x1f.diptych.v1.VerifyLeaseResponse\x12\x42\n\x07Release\x12\x1a.diptych.v1.ReleaseRequest\x1a\x1b.diptych.v1.ReleaseResponse\x12?\n\x06\x45xists\x12\x19.diptych.v1.ExistsRequest\x1a\x1a.diptych.v1.ExistsResponse\x12?\n\x08GetStats\x12\x1b.diptych.v1.GetStatsRequest\x1a\x16.diptych.v1.StoreStatsb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1b\x64iptych/proto/kvstore.proto\x12\ndiptych.v1\"4\n\tPlacement\x12\x14\n\x0coffset_bytes\x18\x01 \x01(\x04\x12\x11\n\tnum_bytes\x18\x02 \x01(\x04\"\x10\n\x0eGetNodeRequest\"\x9b\x01\n\tStoreNode\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x15\n\rmemory_socket\x18\x03 \x01(\t\x12\x0f\n\x07\x62oot_id\x18\x04 \x01(\t\x12\x16\n\x0estream_address\x18\x05 \x01(\t\x12\x12\n\npool_bytes\x18\x06 \x01(\x04\x12\x14\n\x0c\x61\x63\x63\x65ss_token\x18\x07 \x01(\x0c\"J\n\x0fPutStartRequest\x12\"\n\x05items\x18\x01 \x03(\x0b\x32\x13.diptych.v1.PutItem\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\")\n\x07PutItem\x12\x0b\n\x03key\x18\x01 \x01(\x0c\x12\x11\n\tnum_bytes\x18\x02 \x01(\x04\"D\n\x10PutStartResponse\x12\x30\n\x0creservations\x18\x01 \x03(\x0b\x32\x1a.diptych.v1.PutReservation\"\x94\x01\n\x0ePutReservation\x12&\n\x06status\x18\x01 \x01(\x0e\x32\x16.diptych.v1.ItemStatus\x12\x0e\n\x06put_id\x18\x02 \x01(\x04\x12(\n\tplacement\x18\x03 \x01(\x0b\x32\x15.diptych.v1.Placement\x12\x0e\n\x06ttl_ms\x18\x04 \x01(\r\x12\x10\n\x08\x63hecksum\x18\x05 \x01(\x06\"6\n\rPutEndRequest\x12%\n\x05items\x18\x01 \x03(\x0b\x32\x16.diptych.v1.PutEndItem\".\n\nPutEndItem\x12\x0e\n\x06put_id\x18\x01 \x01(\x04\x12\x10\n\x08\x63hecksum\x18\x02 \x01(\x06\":\n\x0ePutEndResponse\x12(\n\x08statuses\x18\x01 \x03(\x0e\x32\x16.diptych.v1.ItemStatus\"#\n\x10PutRevokeRequest\x12\x0f\n\x07put_ids\x18\x01 \x03(\x04\"=\n\x11PutRevokeResponse\x12(\n\x08statuses\x18\x01 \x03(\x0e\x32\x16.diptych.v1.ItemStatus\"A\n\nGetRequest\x12\x0c\n\x04keys\x18\x01 \x03(\x0c\x12\x10\n\x08lease_ms\x18\x02 \x01(\r\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\"5\n\x0bGetResponse\x12&\n\x07results\x18\x01 \x03(\x0b\x32\x15.diptych.v1.GetResult\"\x93\x01\n\tGetResult\x12&\n\x06status\x18\x01 \x01(\x0e\x32\x16.diptych.v1.ItemStatus\x12(\n\tplacement\x18\x02 \x01(\x0b\x32\x15.diptych.v1.Placement\x12\x10\n\x08\x63hecksum\x18\x03 \x01(\x06\x12\x10\n\x08lease_id\x18\x04 \x01(\x04\x12\x10\n\x08lease_ms\x18\x05 \x01(\r\"9\n\x12VerifyLeaseRequest\x12\x11\n\tlease_ids\x18\x01 \x03(\x04\x12\x10\n\x08renew_ms\x18\x02 \x01(\r\"?\n\x13VerifyLeaseResponse\x12(\n\x08statuses\x18\x01 \x03(\x0e\x32\x16.diptych.v1.ItemStatus\"#\n\x0eReleaseRequest\x12\x11\n\tlease_ids\x18\x01 \x03(\x04\";\n\x0fReleaseResponse\x12(\n\x08statuses\x18\x01 \x03(\x0e\x32\x16.diptych.v1.ItemStatus\"\x1d\n\rExistsRequest\x12\x0c\n\x04keys\x18\x01 \x03(\x0c\"!\n\x0e\x45xistsResponse\x12\x0f\n\x07present\x18\x01 \x03(\x08\"\x11\n\x0fGetStatsRequest\"\xe0\x01\n\nStoreStats\x12\x13\n\x0bnum_objects\x18\x01 \x01(\x04\x12\x12\n\nused_bytes\x18\x02 \x01(\x04\x12\x12\n\npool_bytes\x18\x03 \x01(\x04\x12\x12\n\nputs_total\x18\x04 \x01(\x04\x12\x12\n\nhits_total\x18\x05 \x01(\x04\x12\x14\n\x0cmisses_total\x18\x06 \x01(\x04\x12\x17\n\x0f\x65victions_total\x18\x07 \x01(\x04\x12\x18\n\x10stale_puts_total\x18\x08 \x01(\x04\x12\x12\n\nnum_leases\x18\t \x01(\x04\x12\x10\n\x08num_puts\x18\n \x01(\x04*\xbc\x01\n\nItemStatus\x12\x1b\n\x17ITEM_STATUS_UNSPECIFIED\x10\x00\x12\x12\n\x0eITEM_STATUS_OK\x10\x01\x12\x19\n\x15ITEM_STATUS_NOT_FOUND\x10\x02\x12\x16\n\x12ITEM_STATUS_EXISTS\x10\x03\x12\x18\n\x14ITEM_STATUS_NO_SPACE\x10\x04\x12\x17\n\x13ITEM_STATUS_EXPIRED\x10\x05\x12\x17\n\x13ITEM_STATUS_INVALID\x10\x06\x32\xe7\x04\n\x07KvStore\x12<\n\x07GetNode\x12\x1a.diptych.v1.GetNodeRequest\x1a\x15.diptych.v1.StoreNode\x12\x45\n\x08PutStart\x12\x1b.diptych.v1.PutStartRequest\x1a\x1c.diptych.v1.PutStartResponse\x12?\n\x06PutEnd\x12\x19.diptych.v1.PutEndRequest\x1a\x1a.diptych.v1.PutEndResponse\x12H\n\tPutRevoke\x12\x1c.diptych.v1.PutRevokeRequest\x1a\x1d.diptych.v1.PutRevokeResponse\x12\x36\n\x03Get\x12\x16.diptych.v1.GetRequest\x1a\x17.diptych.v1.GetResponse\x12N\n\x0bVerifyLease\x12\x1e.diptych.v1.VerifyLeaseRequest\x1a\x1f.diptych.v1.VerifyLeaseResponse\x12\x42\n\x07Release\x12\x1a.diptych.v1.ReleaseRequest\x1a\x1b.diptych.v1.ReleaseResponse\x12?\n\x06\x45xists\x12\x19.diptych.v1.ExistsRequest\x1a\x1a.diptych.v1.ExistsResponse\x12?\n\x08GetStats\x12\x1b.diptych.v1.GetStatsRequest\x1a\x16.diptych.v1.StoreStatsb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'diptych.proto.kvstore_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_ITEMSTATUS']._serialized_start=1666
-  _globals['_ITEMSTATUS']._serialized_end=1854
+  _globals['_ITEMSTATUS']._serialized_start=1684
+  _globals['_ITEMSTATUS']._serialized_end=1872
   _globals['_PLACEMENT']._serialized_start=43
   _globals['_PLACEMENT']._serialized_end=95
   _globals['_GETNODEREQUEST']._serialized_start=97
@@ -46,39 +46,39 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_PUTSTARTRESPONSE']._serialized_start=392
   _globals['_PUTSTARTRESPONSE']._serialized_end=460
   _globals['_PUTRESERVATION']._serialized_start=463
-  _globals['_PUTRESERVATION']._serialized_end=593
-  _globals['_PUTENDREQUEST']._serialized_start=595
-  _globals['_PUTENDREQUEST']._serialized_end=649
-  _globals['_PUTENDITEM']._serialized_start=651
-  _globals['_PUTENDITEM']._serialized_end=697
-  _globals['_PUTENDRESPONSE']._serialized_start=699
-  _globals['_PUTENDRESPONSE']._serialized_end=757
-  _globals['_PUTREVOKEREQUEST']._serialized_start=759
-  _globals['_PUTREVOKEREQUEST']._serialized_end=794
-  _globals['_PUTREVOKERESPONSE']._serialized_start=796
-  _globals['_PUTREVOKERESPONSE']._serialized_end=857
-  _globals['_GETREQUEST']._serialized_start=859
-  _globals['_GETREQUEST']._serialized_end=924
-  _globals['_GETRESPONSE']._serialized_start=926
-  _globals['_GETRESPONSE']._serialized_end=979
-  _globals['_GETRESULT']._serialized_start=982
-  _globals['_GETRESULT']._serialized_end=1129
-  _globals['_VERIFYLEASEREQUEST']._serialized_start=1131
-  _globals['_VERIFYLEASEREQUEST']._serialized_end=1188
-  _globals['_VERIFYLEASERESPONSE']._serialized_start=1190
-  _globals['_VERIFYLEASERESPONSE']._serialized_end=1253
-  _globals['_RELEASEREQUEST']._serialized_start=1255
-  _globals['_RELEASEREQUEST']._serialized_end=1290
-  _globals['_RELEASERESPONSE']._serialized_start=1292
-  _globals['_RELEASERESPONSE']._serialized_end=1351
-  _globals['_EXISTSREQUEST']._serialized_start=1353
-  _globals['_EXISTSREQUEST']._serialized_end=1382
-  _globals['_EXISTSRESPONSE']._serialized_start=1384
-  _globals['_EXISTSRESPONSE']._serialized_end=1417
-  _globals['_GETSTATSREQUEST']._serialized_start=1419
-  _globals['_GETSTATSREQUEST']._serialized_end=1436
-  _globals['_STORESTATS']._serialized_start=1439
-  _globals['_STORESTATS']._serialized_end=1663
-  _globals['_KVSTORE']._serialized_start=1857
-  _globals['_KVSTORE']._serialized_end=2472
+  _globals['_PUTRESERVATION']._serialized_end=611
+  _globals['_PUTENDREQUEST']._serialized_start=613
+  _globals['_PUTENDREQUEST']._serialized_end=667
+  _globals['_PUTENDITEM']._serialized_start=669
+  _globals['_PUTENDITEM']._serialized_end=715
+  _globals['_PUTENDRESPONSE']._serialized_start=717
+  _globals['_PUTENDRESPONSE']._serialized_end=775
+  _globals['_PUTREVOKEREQUEST']._serialized_start=777
+  _globals['_PUTREVOKEREQUEST']._serialized_end=812
+  _globals['_PUTREVOKERESPONSE']._serialized_start=814
+  _globals['_PUTREVOKERESPONSE']._serialized_end=875
+  _globals['_GETREQUEST']._serialized_start=877
+  _globals['_GETREQUEST']._serialized_end=942
+  _globals['_GETRESPONSE']._serialized_start=944
+  _globals['_GETRESPONSE']._serialized_end=997
+  _globals['_GETRESULT']._serialized_start=1000
+  _globals['_GETRESULT']._serialized_end=1147
+  _globals['_VERIFYLEASEREQUEST']._serialized_start=1149
+  _globals['_VERIFYLEASEREQUEST']._serialized_end=1206
+  _globals['_VERIFYLEASERESPONSE']._serialized_start=1208
+  _globals['_VERIFYLEASERESPONSE']._serialized_end=1271
+  _globals['_RELEASEREQUEST']._serialized_start=1273
+  _globals['_RELEASEREQUEST']._serialized_end=1308
+  _globals['_RELEASERESPONSE']._serialized_start=1310
+  _globals['_RELEASERESPONSE']._serialized_end=1369
+  _globals['_EXISTSREQUEST']._serialized_start=1371
+  _globals['_EXISTSREQUEST']._serialized_end=1400
+  _globals['_EXISTSRESPONSE']._serialized_start=1402
+  _globals['_EXISTSRESPONSE']._serialized_end=1435
+  _globals['_GETSTATSREQUEST']._serialized_start=1437
+  _globals['_GETSTATSREQUEST']._serialized_end=1454
+  _globals['_STORESTATS']._serialized_start=1457
+  _globals['_STORESTATS']._serialized_end=1681
+  _globals['_KVSTORE']._serialized_start=1875
+  _globals['_KVSTORE']._serialized_end=2490
 # @@protoc_insertion_point(module_scope)

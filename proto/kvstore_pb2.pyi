@@ -77,16 +77,18 @@ class PutStartResponse(_message.Message):
     def __init__(self, reservations: _Optional[_Iterable[_Union[PutReservation, _Mapping]]] = ...) -> None: ...
 
 class PutReservation(_message.Message):
-    __slots__ = ("status", "put_id", "placement", "ttl_ms")
+    __slots__ = ("status", "put_id", "placement", "ttl_ms", "checksum")
     STATUS_FIELD_NUMBER: _ClassVar[int]
     PUT_ID_FIELD_NUMBER: _ClassVar[int]
     PLACEMENT_FIELD_NUMBER: _ClassVar[int]
     TTL_MS_FIELD_NUMBER: _ClassVar[int]
+    CHECKSUM_FIELD_NUMBER: _ClassVar[int]
     status: ItemStatus
     put_id: int
     placement: Placement
     ttl_ms: int
-    def __init__(self, status: _Optional[_Union[ItemStatus, str]] = ..., put_id: _Optional[int] = ..., placement: _Optional[_Union[Placement, _Mapping]] = ..., ttl_ms: _Optional[int] = ...) -> None: ...
+    checksum: int
+    def __init__(self, status: _Optional[_Union[ItemStatus, str]] = ..., put_id: _Optional[int] = ..., placement: _Optional[_Union[Placement, _Mapping]] = ..., ttl_ms: _Optional[int] = ..., checksum: _Optional[int] = ...) -> None: ...
 
 class PutEndRequest(_message.Message):
     __slots__ = ("items",)

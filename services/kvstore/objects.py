@@ -44,6 +44,7 @@ class Reservation(NamedTuple):
     put_id: int = 0
     offset: int = 0
     num_bytes: int = 0
+    checksum: int = 0  # EXISTS: of the object that is there
 
 
 class Found(NamedTuple):
@@ -266,11 +267,13 @@ class ObjectTable:
         if len(key) != KEY_BYTES or not 0 < num_bytes <= self._arena.pool_bytes:
             return Reservation(Status.INVALID)
         present = self._objects.get(key)
+        if present is not None and present.num_bytes != num_bytes:
+            return Reservation(Status.INVALID)
         if present is not None:
             # whoever would have written it has just used it
             if not present.leases:
                 self._rank(present, now, position)
-            return Reservation(Status.EXISTS)
+            return Reservation(Status.EXISTS, checksum=present.checksum)
         offset = self._make_room(num_bytes)
         if offset is None:
             return Reservation(Status.NO_SPACE)

@@ -114,7 +114,7 @@ def _wire(status: Status) -> Any:
 
 def _reservation(reserved: Reservation, ttl_ms: int) -> pb.PutReservation:
     if not reserved.num_bytes:
-        return pb.PutReservation(status=_wire(reserved.status))
+        return pb.PutReservation(status=_wire(reserved.status), checksum=reserved.checksum)
     return pb.PutReservation(
         status=_wire(reserved.status),
         put_id=reserved.put_id,

@@ -171,10 +171,12 @@ def test_memory_and_stream_show_the_same_bytes(node: Node) -> None:
 
 def test_an_object_that_exists_is_not_written_again(client: StoreClient) -> None:
     name = key()
-    put(client, {name: b"first"})
+    [first] = put(client, {name: b"first"})
     [result] = client.put_many([PutItem(name, 5, pytest.fail)])
-    assert result.outcome is Outcome.EXISTS
+    assert result == PutResult(Outcome.EXISTS, first.checksum)
     assert result.stored
+    [other_size] = client.put_many([PutItem(name, 6, pytest.fail)])
+    assert other_size.outcome is Outcome.INVALID
     assert get(client, [name])[1] == {0: b"first"}
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from diptych.services.kvstore.arena import Arena
 from diptych.services.kvstore.objects import ObjectTable, Status
@@ -201,15 +201,24 @@ class TableMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.world = World()
+        self.world = World(pages=10)
         self.table = self.world.table
         self.puts: dict[int, tuple[bytes, Written]] = {}
         self.leases: dict[int, tuple[bytes, Written]] = {}
         self.places: dict[bytes, tuple[int, int]] = {}
 
-    numbers = st.lists(st.integers(0, 25), min_size=1, max_size=6)
+    numbers = st.lists(st.integers(0, 9), min_size=1, max_size=5)
+    sizes = st.integers(1, 3)
 
-    @rule(numbers=numbers, pages=st.integers(1, 5))
+    @rule(numbers=numbers, pages=sizes)
+    def put_whole(self, numbers: list[int], pages: int) -> None:
+        """Objects get there at once, so that the pool is full soon."""
+        known = set(self.puts)
+        self.put_start(numbers, pages)
+        for put_id in sorted(set(self.puts) - known):
+            self.end_put(put_id, revoke=False)
+
+    @rule(numbers=numbers, pages=sizes)
     def put_start(self, numbers: list[int], pages: int) -> None:
         size = pages * PAGE - 7
         for number, r in zip(
@@ -219,11 +228,12 @@ class TableMachine(RuleBasedStateMachine):
                 written = Written(r.offset, r.num_bytes, self.world.time + 30)
                 self.puts[r.put_id] = (key(number), written)
 
+    @precondition(lambda self: self.puts)
     @rule(data=st.data(), revoke=st.booleans())
     def put_finish(self, data: st.DataObject, revoke: bool) -> None:
-        if not self.puts:
-            return
-        put_id = data.draw(st.sampled_from(sorted(self.puts)))
+        self.end_put(data.draw(st.sampled_from(sorted(self.puts))), revoke)
+
+    def end_put(self, put_id: int, revoke: bool) -> None:
         name, written = self.puts.pop(put_id)
         in_time = self.world.time < written.ends_at
         was_there = self.table.exists([name])[0]
@@ -238,6 +248,7 @@ class TableMachine(RuleBasedStateMachine):
         if status is Status.OK:
             self.places[name] = (written.offset, put_id)
 
+    @precondition(lambda self: self.places)
     @rule(numbers=numbers, lease_s=st.sampled_from([0.0, 3.0]))
     def get(self, numbers: list[int], lease_s: float) -> None:
         before = self.table.exists([key(n) for n in numbers])
@@ -251,10 +262,9 @@ class TableMachine(RuleBasedStateMachine):
                 leased = Written(found.offset, found.num_bytes, ends_at)
                 self.leases[found.lease_id] = (key(number), leased)
 
+    @precondition(lambda self: self.leases)
     @rule(data=st.data(), renew_s=st.sampled_from([0.0, 8.0]))
     def verify(self, data: st.DataObject, renew_s: float) -> None:
-        if not self.leases:
-            return
         lease_id = data.draw(st.sampled_from(sorted(self.leases)))
         leased = self.leases[lease_id][1]
         live = self.world.time < leased.ends_at
@@ -262,16 +272,15 @@ class TableMachine(RuleBasedStateMachine):
         if live:
             leased.ends_at = max(leased.ends_at, self.world.time + renew_s)
 
+    @precondition(lambda self: self.leases)
     @rule(data=st.data())
     def release(self, data: st.DataObject) -> None:
-        if not self.leases:
-            return
         lease_id = data.draw(st.sampled_from(sorted(self.leases)))
         _, leased = self.leases.pop(lease_id)
         live = self.world.time < leased.ends_at
         assert self.table.release([lease_id]) == [Status.OK if live else Status.EXPIRED]
 
-    @rule(seconds=st.sampled_from([0.5, 5.0, 31.0]))
+    @rule(seconds=st.sampled_from([0.5, 2.0, 9.0, 29.0]))
     def wait(self, seconds: float) -> None:
         self.world.wait(seconds)
         self.table.expire()
@@ -301,4 +310,4 @@ class TableMachine(RuleBasedStateMachine):
 
 
 TestTable = TableMachine.TestCase
-TestTable.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestTable.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)

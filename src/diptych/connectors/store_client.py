@@ -53,7 +53,7 @@ class Outcome(enum.Enum):
     NO_SPACE = "no_space"
     EXPIRED = "expired"  # the lease or reservation lapsed before the bytes were moved
     CORRUPT = "corrupt"  # the bytes do not have the object's checksum
-    INVALID = "invalid"  # bad size or key
+    INVALID = "invalid"  # bad key or size, or the key's object has another size
     UNAVAILABLE = "unavailable"  # the store does not answer
 
 
@@ -85,7 +85,8 @@ class PutItem:
 
 @dataclass(frozen=True, slots=True)
 class PutResult:
-    """`checksum` is the xxh3-64 of what was written; 0 unless OK."""
+    """`checksum` is the xxh3-64 of what the store has now: what was written, or what was there
+    before. 0 where it is not known (not stored; or EXISTS because another writer just won)."""
 
     outcome: Outcome
     checksum: int = 0
@@ -256,7 +257,7 @@ class StoreClient:
         )
         started = time.monotonic()
         reserved = self._call(self._stub.PutStart, request, until).reservations
-        results = [PutResult(outcome_of(r.status)) for r in reserved]
+        results = [PutResult(outcome_of(r.status), r.checksum) for r in reserved]
         granted = [at for at, r in enumerate(reserved) if r.status == pb.ITEM_STATUS_OK]
         if not granted:
             return results

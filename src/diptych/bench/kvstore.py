@@ -1,0 +1,156 @@
+"""`diptych bench kvstore`: bytes per second into and out of a store node of this host.
+
+Next to them stands a plain memory copy of the same bytes in the same run: the bound for any store
+that copies, and what makes figures of different machines comparable.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+import socket
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from diptych.bench.offline import say
+from diptych.bench.report import DEFAULT_DIRECTORY, write_result
+from diptych.config import MIB, KVStoreConfig, RedisConfig
+from diptych.connectors.store_client import Outcome, PutItem, StoreClient
+from diptych.errors import UnavailableError
+from diptych.services.kvstore.main import run as run_kvstore
+
+_START_TIMEOUT_S = 30.0
+Buffer = NDArray[np.uint8]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of this benchmark."""
+    add = parser.add_argument
+    sizes = [2 * MIB, 128 << 10]
+    add("--object-bytes", type=int, nargs="+", default=sizes, help="sizes of the objects")
+    add("--set-bytes", type=int, default=256 * MIB, help="bytes per round: more than any cache")
+    add("--rounds", type=int, default=5, help="rounds that are measured")
+    add("--transport", nargs="+", default=["memory", "stream"], help="memory, stream")
+    add("--output-dir", default=str(DEFAULT_DIRECTORY), help="where the JSON goes")
+
+
+def main(args: argparse.Namespace) -> int:
+    """Measure, print, report."""
+    rows = []
+    with _running_node(4 * args.set_bytes) as address:
+        for transport in args.transport:
+            client = StoreClient(address, transport=transport, timeout_s=60.0)
+            for object_bytes in args.object_bytes:
+                row = _measure(client, object_bytes, args)
+                rows.append({"transport": transport, "object_bytes": object_bytes, **row})
+                say(
+                    f"{transport:>7} {object_bytes >> 10:6d} KiB:"
+                    f"  put {row['put_gb_per_s']:5.2f} GB/s ({row['put_ratio']:.2f} of a copy)"
+                    f"  get {row['get_gb_per_s']:5.2f} GB/s ({row['get_ratio']:.2f})"
+                    f"  copy {row['copy_gb_per_s']:5.2f} GB/s"
+                )
+            client.close()
+    settings = {"set_bytes": args.set_bytes, "rounds": args.rounds}
+    say(
+        str(
+            write_result("kvstore", {"settings": settings, "rows": rows}, directory=args.output_dir)
+        )
+    )
+    return 0
+
+
+def _measure(client: StoreClient, object_bytes: int, args: argparse.Namespace) -> dict[str, Any]:
+    count = args.set_bytes // object_bytes
+    source = np.random.default_rng(0).integers(0, 256, (count, object_bytes), dtype=np.uint8)
+    target = np.zeros_like(source)
+    steps: dict[str, list[float]] = {"put": [], "get": [], "copy": []}
+    # the first rounds touch every page of the pool, which costs more than the copy
+    for round_ in range(-4, args.rounds):
+        keys = [os.urandom(32) for _ in range(count)]
+        target[:] = 0
+        seconds = {
+            "put": _timed(partial(_put, client, keys, source)),
+            "get": _timed(partial(_get, client, keys, target)),
+        }
+        if not np.array_equal(source, target):
+            raise AssertionError("the store gave other bytes than it took")
+        seconds["copy"] = _timed(partial(_copy, source, target))
+        if round_ >= 0:
+            for step, value in seconds.items():
+                steps[step].append(value)
+    rates = {s: count * object_bytes / statistics.median(v) / 1e9 for s, v in steps.items()}
+    return {
+        **{f"{step}_gb_per_s": rate for step, rate in rates.items()},
+        "put_ratio": rates["put"] / rates["copy"],
+        "get_ratio": rates["get"] / rates["copy"],
+        "put_objects_per_s": rates["put"] * 1e9 / object_bytes,
+        "get_objects_per_s": rates["get"] * 1e9 / object_bytes,
+        "seconds": steps,
+    }
+
+
+def _put(client: StoreClient, keys: list[bytes], source: Buffer) -> None:
+    items = [
+        PutItem(key, row.nbytes, partial(_fill, row)) for key, row in zip(keys, source, strict=True)
+    ]
+    assert all(r.outcome is Outcome.OK for r in client.put_many(items))
+
+
+def _fill(row: Buffer, view: memoryview) -> None:
+    np.copyto(np.frombuffer(view, np.uint8), row)
+
+
+def _get(client: StoreClient, keys: list[bytes], target: Buffer) -> None:
+    def take(at: int, view: memoryview) -> None:
+        np.copyto(target[at], np.frombuffer(view, np.uint8))
+
+    assert all(r.outcome is Outcome.OK for r in client.get_many(keys, take))
+
+
+def _copy(source: Buffer, target: Buffer) -> None:
+    for row, room in zip(source, target, strict=True):
+        np.copyto(room, row)
+
+
+def _timed(step: Callable[[], None]) -> float:
+    start = time.perf_counter()
+    step()
+    return time.perf_counter() - start
+
+
+@contextmanager
+def _running_node(pool_bytes: int) -> Iterator[str]:
+    """A node in a process of its own; yields its address."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    config = KVStoreConfig(port=port, pool_bytes=pool_bytes)
+    process = multiprocessing.get_context("spawn").Process(
+        target=run_kvstore, args=(config, RedisConfig())
+    )
+    process.start()
+    try:
+        _wait_until_open(port)
+        yield f"127.0.0.1:{port}"
+    finally:
+        process.terminate()
+        process.join()
+
+
+def _wait_until_open(port: int) -> None:
+    deadline = time.monotonic() + _START_TIMEOUT_S
+    while time.monotonic() < deadline:
+        try:
+            socket.create_connection(("127.0.0.1", port), 1.0).close()
+        except OSError:
+            time.sleep(0.02)
+        else:
+            return
+    raise UnavailableError("the store did not start")
