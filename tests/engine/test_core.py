@@ -60,6 +60,19 @@ def test_a_failing_executor_ends_every_request_and_names_the_state() -> None:
         core.add_request(make_request("c", PROMPT))
 
 
+def test_a_failing_connector_ends_every_request_by_name_too() -> None:
+    class Broken(FakeConnector):
+        def get_num_new_matched_tokens(self, *_: object) -> tuple[int, bool]:
+            raise OSError("the directory is gone")
+
+    core = EngineCore(EngineConfig(), FakeExecutor(), Broken())
+    core.add_request(make_request("a", PROMPT))
+    (outputs,) = run(core)
+    assert outputs.finish_reasons == [FinishReason.ERROR]
+    assert "OSError: the directory is gone" in outputs.errors[0]
+    assert core.state is EngineState.FAILED
+
+
 def test_while_only_transfers_are_under_way_the_core_says_so_and_repeats_nothing() -> None:
     executor, connector = FakeExecutor(), FakeConnector(available=1000)
     transfers = FakeTransfers(executor, connector)

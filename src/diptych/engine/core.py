@@ -95,16 +95,16 @@ class EngineCore:
     def step(self) -> EngineCoreOutputs | None:
         """Run one step; None if there is nothing to report.
 
-        If the executor fails, every request ends with an error entry and the state is FAILED.
+        If it fails, every request ends with an error entry and the state is FAILED.
         """
-        step = self._scheduler.schedule()
-        self._computed_nothing = not step.num_scheduled_tokens
         try:
+            step = self._scheduler.schedule()
+            self._computed_nothing = not step.num_scheduled_tokens
             output = self._execute(step)
+            return self._changed(self._scheduler.update_from_output(step, output))
         except Exception as error:
-            logger.exception("the executor failed")
+            logger.exception("a step failed")
             return self._fail(error)
-        return self._changed(self._scheduler.update_from_output(step, output))
 
     def close(self) -> None:
         """Release the device and the connector. Idempotent."""

@@ -86,10 +86,7 @@ def main() -> int:
     parser.add_argument("--fd", type=int, required=True, help="connected unix socket")
     _follow_parent()
     sys.setswitchinterval(SWITCH_INTERVAL_S)
-    logging.basicConfig(
-        level=os.environ.get("DIPTYCH_LOG_LEVEL", "INFO").upper(),
-        format="%(asctime)s %(levelname)s engine %(name)s: %(message)s",
-    )
+    _configure_logging()
     channel = CoreChannel(socket.socket(fileno=parser.parse_args().fd))
     try:
         return _serve(channel)
@@ -128,6 +125,15 @@ def _build(channel: CoreChannel) -> EngineCore | None:
         logger.exception("the engine could not be built")
         channel.send(Failed(EngineError.__name__, f"{type(error).__name__}: {error}"))
     return None
+
+
+def _configure_logging() -> None:
+    """As the services do (`observe.configure_logging`), without their imports."""
+    level = os.environ.get("DIPTYCH_LOG_LEVEL", "INFO").upper()
+    logging.basicConfig(
+        level=level if level in logging.getLevelNamesMapping() else "INFO",
+        format="%(asctime)s %(levelname)s engine[%(process)d] %(name)s: %(message)s",
+    )
 
 
 def _follow_parent() -> None:
