@@ -63,6 +63,7 @@ def test_a_stop_string_ends_the_request_and_asks_for_an_abort() -> None:
     assert delta.should_abort
     assert delta.token_ids == ids[:3], "tokens past the stop do not count"
     completion = state.output().outputs[0]
+    assert completion.token_ids == ids[:3]
     assert (len(completion.logprobs or []), completion.cumulative_logprob) == (3, -3.0)
     assert state.update(5, ids).token_ids == [], "nothing is taken after the end"
 

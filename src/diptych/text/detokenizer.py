@@ -59,7 +59,6 @@ class IncrementalDetokenizer:
         self._min_tokens = min_tokens
         self._released: list[str] = []
         self._pending = ""  # holds every place where a stop string may have begun
-        self._num_exempt = 0  # a stop string that ends in these first characters does not count
         self._num_tokens = 0
         self._stopped: str | None = None
 
@@ -100,12 +99,9 @@ class IncrementalDetokenizer:
     def _take(self, piece: str) -> None:
         old_length = len(self._pending)
         self._pending += piece
-        if not self._stop:
+        if not self._stop or self._num_tokens <= self._min_tokens:
             return
-        if self._num_tokens <= self._min_tokens:
-            self._num_exempt = len(self._pending)
-            return
-        found = self._first_stop(max(old_length, self._num_exempt))
+        found = self._first_stop(old_length)
         if found is not None:
             end, self._stopped = found
             self._pending = self._pending[: end if self._include_stop else end - len(self._stopped)]
@@ -134,7 +130,6 @@ class IncrementalDetokenizer:
     def _release(self, num_held: int) -> str:
         cut = len(self._pending) - num_held
         text, self._pending = self._pending[:cut], self._pending[cut:]
-        self._num_exempt = max(0, self._num_exempt - cut)
         if text:
             self._released.append(text)
         return text
