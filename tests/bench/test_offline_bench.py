@@ -1,0 +1,82 @@
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from diptych.cli import main
+from tests.tiny_models import make_tiny_model
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(make_tiny_model(tmp_path_factory.mktemp("models") / "tiny"))
+
+
+def bench(kind: str, model: str, out: Path, *flags: str) -> dict[str, Any]:
+    common = ["--model", model, "--device", "cpu", "--num-threads", "1", "--output-json", str(out)]
+    assert main(["bench", kind, *common, *flags]) == 0
+    figures: dict[str, Any] = json.loads(out.read_text())
+    return figures
+
+
+def test_latency_measures_a_batch(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--input-len=8", "--output-len=4", "--batch-size=2", "--num-iters-warmup=1"]
+    figures = bench("latency", model, tmp_path / "out.json", *flags, "--num-iters=3")
+    assert len(figures["latencies"]) == 3
+    assert min(figures["latencies"]) <= figures["percentiles"]["50"] <= max(figures["latencies"])
+    assert figures["output_tokens_per_s"] == pytest.approx(8 / figures["avg_latency"])
+    assert figures["settings"]["batch_size"] == 2
+    assert {"device", "versions", "commit"} <= figures.keys()
+    assert "Avg latency" in capsys.readouterr().out
+
+
+def test_random_weights_need_no_files_of_weights(model: str, tmp_path: Path) -> None:
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    for file in Path(model).glob("*.json"):
+        (bare / file.name).write_bytes(file.read_bytes())
+    flags = ["--load-format=dummy", "--num-iters=1", "--num-iters-warmup=0", "--output-len=2"]
+    assert bench("latency", str(bare), tmp_path / "out.json", *flags)["latencies"]
+
+
+@pytest.mark.filterwarnings("default")
+def test_latency_compares_with_transformers(model: str, tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    flags = ["--compare=transformers", "--input-len=8", "--output-len=4", "--num-iters=1"]
+    figures = bench("latency", model, tmp_path / "out.json", *flags, "--num-iters-warmup=0")
+    assert list(figures["rates"]) == ["transformers b=1", "diptych b=1", "diptych b=8"]
+    assert figures["rates"]["transformers b=1"]["ratio"] == 1.0
+
+
+def test_throughput_counts_all_tokens(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--num-prompts=5", "--input-len=12", "--output-len=3"]
+    figures = bench("throughput", model, tmp_path / "out.json", *flags)
+    assert figures["num_requests"] == 5
+    assert figures["total_num_tokens"] == 5 * 15
+    assert "Throughput:" in capsys.readouterr().out
+
+
+def test_throughput_reads_sharegpt(model: str, tmp_path: Path) -> None:
+    def turns(question: str, answer: str) -> dict[str, Any]:
+        return {"conversations": [{"value": question}, {"value": answer}]}
+
+    data = [turns("What is the weather in the mountains?", "It is raining there."), turns("x", "y")]
+    data.append({"conversations": [{"value": "alone"}]})
+    file = tmp_path / "sharegpt.json"
+    file.write_text(json.dumps(data))
+    flags = ["--dataset-name=sharegpt", f"--dataset-path={file}"]
+    figures = bench("throughput", model, tmp_path / "out.json", *flags)
+    assert figures["num_requests"] == 1, "one is too short, one has no answer"
+
+
+@pytest.mark.parametrize("content", ["{", "[]"])
+def test_a_broken_dataset_is_named(model: str, tmp_path: Path, content: str) -> None:
+    file = tmp_path / "broken.json"
+    file.write_text(content)
+    flags = ["--dataset-name", "sharegpt", "--dataset-path", str(file), "--model", model]
+    assert main(["bench", "throughput", "--device=cpu", *flags]) != 0
