@@ -516,6 +516,16 @@ def test_a_store_that_hangs_costs_one_deadline_and_then_nothing() -> None:
         client.close()
 
 
+def test_to_a_closed_client_the_store_is_lost(client: StoreClient) -> None:
+    name = key()
+    put(client, {name: b"bytes"})
+    assert get(client, [name])[1]
+    results = client.get_many([name], lambda i, view: client.close())
+    assert results[0].outcome is Outcome.UNAVAILABLE
+    assert put(client, {key(): b"x"})[0].outcome is Outcome.UNAVAILABLE
+    client.close()
+
+
 def test_a_clean_stop_leaves_nothing_behind() -> None:
     with running_node() as node:
         folder = Path(control(node).GetNode(pb.GetNodeRequest()).memory_socket).parent

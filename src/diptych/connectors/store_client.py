@@ -28,7 +28,7 @@ _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
 # A batch is bounded in bytes too, so that its lease and its deadline stay short.
-_BATCH_ITEMS = 128
+_BATCH_ITEMS = 256
 _BATCH_BYTES = 256 << 20
 _FORGET_TIMEOUT_S = 0.5
 # After a failure calls fail at once for this long; it doubles up to the cap.
@@ -142,6 +142,7 @@ class StoreClient:
         self._link: _Link | None = None
         self._failures = 0
         self._down_until = 0.0
+        self._closed = False
 
     def put_many(self, items: Sequence[PutItem], timeout_s: float | None = None) -> list[PutResult]:
         """Store objects, prefix first; results in order. A store that is lost makes the items
@@ -191,8 +192,10 @@ class StoreClient:
         return present
 
     def close(self) -> None:
-        """Drop mapping and connections. Idempotent."""
+        """Drop mapping and connections; to calls under way and later ones the store is lost.
+        Idempotent."""
         with self._lock:
+            self._closed = True
             self._drop_link()
         self._channel.close()
 
@@ -200,7 +203,7 @@ class StoreClient:
         """`work` on the current link, once more on a fresh one if the node has restarted; None
         where the store is lost."""
         for _ in range(2):
-            if time.monotonic() < self._down_until:
+            if self._closed or time.monotonic() < self._down_until:
                 return None
             try:
                 result = work(self._connect(until))
@@ -214,11 +217,12 @@ class StoreClient:
             except (OSError, TransferError) as error:
                 self._failed(str(error) or type(error).__name__)
                 return None
-            except BaseException:
-                # the caller's own error; it leaves a stream out of step
+            except BaseException as error:
                 with self._lock:
                     self._drop_link()
-                raise
+                if self._closed and isinstance(error, ValueError):
+                    return None  # what gRPC says of a channel that was closed
+                raise  # the caller's own error; it left a stream out of step
             self._failures = 0
             return result
         self._failed("it restarts again and again")
