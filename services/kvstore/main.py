@@ -10,6 +10,7 @@ from contextlib import AsyncExitStack
 
 from diptych.config import KVStoreConfig, RedisConfig
 from diptych.connectors.store_wire import TOKEN_BYTES, boot_id
+from diptych.errors import ConfigError
 from diptych.observe import AdminServer, Status, new_registry, run_until_signal
 from diptych.proto import kvstore_pb2_grpc
 from diptych.registry import Heartbeat, Registry, StoreRecord
@@ -158,6 +159,8 @@ def _reachable(config: KVStoreConfig, port: int) -> str:
     """host:port that others reach one of our ports at; only the gRPC port itself may be mapped."""
     if config.advertise_address:
         host, _, advertised_port = config.advertise_address.rpartition(":")
+        if not host or not advertised_port.isdigit():
+            raise ConfigError("advertise_address must be host:port", param="advertise_address")
         return f"{host}:{advertised_port if port == config.port else port}"
     host = config.host
     if host in ("0.0.0.0", "::"):

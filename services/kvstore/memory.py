@@ -81,7 +81,7 @@ class MemorySocket:
             os.rmdir(folder)
             folder = tempfile.mkdtemp(prefix="diptych-kv-", dir="/tmp")
         self._folder = Path(folder)
-        listener = socket.socket(socket.AF_UNIX)
+        listener = self._listener = socket.socket(socket.AF_UNIX)
         listener.setblocking(False)
         listener.bind(self.path)
         listener.listen(_MAX_CLIENTS)
@@ -93,27 +93,27 @@ class MemorySocket:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        self._listener.close()
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
             self._folder = None
 
     async def _serve(self, listener: socket.socket) -> None:
         loop = asyncio.get_running_loop()
-        with listener:
-            while True:
-                try:
-                    client, _ = await loop.sock_accept(listener)
-                except OSError as error:
-                    _log.warning("memory socket: %s", error)
-                    await asyncio.sleep(0.1)  # out of descriptors, say: wait until some are free
-                    continue
-                client.setblocking(False)
-                if len(self._clients) >= _MAX_CLIENTS:
-                    client.close()
-                    continue
-                task = asyncio.create_task(self._hand_over(client))
-                self._clients.add(task)
-                task.add_done_callback(self._clients.discard)
+        while True:
+            try:
+                client, _ = await loop.sock_accept(listener)
+            except OSError as error:
+                _log.warning("memory socket: %s", error)
+                await asyncio.sleep(0.1)  # out of descriptors, say: wait until some are free
+                continue
+            client.setblocking(False)
+            if len(self._clients) >= _MAX_CLIENTS:
+                client.close()
+                continue
+            task = asyncio.create_task(self._hand_over(client))
+            self._clients.add(task)
+            task.add_done_callback(self._clients.discard)
 
     async def _hand_over(self, client: socket.socket) -> None:
         loop = asyncio.get_running_loop()

@@ -15,6 +15,7 @@ from collections import deque
 from typing import Protocol, Self, cast
 
 from diptych.connectors.store_wire import ANSWER, FRAME, HELLO_BYTES, READ, WELCOME, WRITE, hello
+from diptych.rpc import check_bindable
 from diptych.services.kvstore.objects import Status
 
 _log = logging.getLogger(__name__)
@@ -33,7 +34,11 @@ class Places(Protocol):
 
 
 class StreamServer:
-    """`async with StreamServer(...)`; `port` is known once started."""
+    """`async with StreamServer(...)`; `port` is known once started.
+
+    Raises:
+        ConfigError: on entering, if the address cannot be bound; names the port.
+    """
 
     def __init__(
         self, host: str, port: int, places: Places, pool: memoryview, token: bytes
@@ -49,6 +54,7 @@ class StreamServer:
         self._clients: set[_Connection] = set()
 
     async def __aenter__(self) -> Self:
+        check_bindable(self.host, self.port)
         loop = asyncio.get_running_loop()
         self._server = await loop.create_server(self._connection, self.host, self.port)
         self.port = int(self._server.sockets[0].getsockname()[1])

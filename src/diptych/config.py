@@ -139,6 +139,17 @@ class KVStoreConfig:
     put_ttl_s: float = _flag(30.0, "seconds after which an unfinished put is reclaimed")
     lease_s: float = _flag(10.0, "least lease of a Get, before its share for the bytes")
 
+    def __post_init__(self) -> None:
+        if self.pool_bytes < 1 * MIB:
+            raise ConfigError(f"pool_bytes must be at least {MIB}, not {self.pool_bytes}")
+        if not 0.0 < self.eviction_step < self.eviction_high_watermark <= 1.0:
+            raise ConfigError(
+                "eviction needs 0 < eviction_step < eviction_high_watermark <= 1, not "
+                f"{self.eviction_step} and {self.eviction_high_watermark}"
+            )
+        if self.put_ttl_s <= 0.0 or self.lease_s <= 0.0:
+            raise ConfigError("put_ttl_s and lease_s must be positive")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterConfig:

@@ -13,14 +13,17 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from subprocess import PIPE
+from typing import Any
 
 import grpc
 import pytest
 
+from diptych.config import KVStoreConfig
 from diptych.connectors.store_client import GetResult, Outcome, PutItem, PutResult, StoreClient
 from diptych.connectors.store_wire import ANSWER, FRAME, READ, WELCOME, WRITE, hello
 from diptych.embedded_redis import EmbeddedRedis
-from diptych.errors import TransferError
+from diptych.errors import ConfigError, TransferError
 from diptych.proto import kvstore_pb2 as pb
 from diptych.proto import kvstore_pb2_grpc
 from diptych.services.kvstore.objects import Status
@@ -72,6 +75,17 @@ def free_ports(count: int) -> list[int]:
     return ports
 
 
+def start_node(
+    settings: dict[str, dict[str, object]], stderr: int | None = None
+) -> subprocess.Popen[bytes]:
+    source = str(Path(__file__).parents[2] / "src")
+    return subprocess.Popen(
+        [sys.executable, "-W", "error", "-c", CODE, repr(settings)],
+        env={**os.environ, "PYTHONPATH": source, "DIPTYCH_LOG_LEVEL": "WARNING"},
+        stderr=stderr,
+    )
+
+
 @contextmanager
 def running_node(
     ports: Sequence[int] = (), redis: dict[str, object] | None = None, **store: object
@@ -81,11 +95,7 @@ def running_node(
         "store": {"port": port, "admin_port": admin_port, "pool_bytes": 8 * MIB, **store},
         "redis": redis or {},
     }
-    source = str(Path(__file__).parents[2] / "src")
-    process = subprocess.Popen(
-        [sys.executable, "-W", "error", "-c", CODE, repr(settings)],
-        env={**os.environ, "PYTHONPATH": source, "DIPTYCH_LOG_LEVEL": "WARNING"},
-    )
+    process = start_node(settings)
     node = Node(process, f"127.0.0.1:{port}", f"127.0.0.1:{admin_port}")
     try:
         if not redis:
@@ -524,6 +534,33 @@ def test_to_a_closed_client_the_store_is_lost(client: StoreClient) -> None:
     assert results[0].outcome is Outcome.UNAVAILABLE
     assert put(client, {key(): b"x"})[0].outcome is Outcome.UNAVAILABLE
     client.close()
+
+
+@pytest.mark.parametrize("flag", ["port", "stream_port", "admin_port"])
+def test_a_port_in_use_is_one_clear_line(flag: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        process = start_node({"store": {"pool_bytes": MIB, flag: port}, "redis": {}}, PIPE)
+        _, errors = process.communicate(timeout=20)
+    assert process.returncode == 1
+    assert errors.decode().splitlines() == [
+        f"diptych kvstore: cannot listen on 127.0.0.1:{port}: the port is in use by another process"
+    ]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"pool_bytes": 0},
+        {"eviction_high_watermark": 1.5},
+        {"eviction_step": 0.95},
+        {"put_ttl_s": 0.0},
+    ],
+    ids=str,
+)
+def test_a_setting_that_cannot_work_is_refused(settings: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError):
+        KVStoreConfig(**settings)
 
 
 def test_a_clean_stop_leaves_nothing_behind() -> None:
