@@ -64,7 +64,8 @@ class Members:
     async def wait_change(self, timeout_s: float) -> None:
         """Return when a worker has become usable or stopped being so, or after the time."""
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._changed.wait(), timeout_s)
+            async with asyncio.timeout(timeout_s):
+                await self._changed.wait()
 
     async def close(self) -> None:
         """Close every link; what runs there is lost."""

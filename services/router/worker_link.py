@@ -162,7 +162,7 @@ class WorkerLink:
         self._num_submitting += 1
         accepted = False
         try:
-            response = await self._stub.Submit(request, timeout=self._times.submit_s)
+            response = await _finish(self._stub.Submit(request, timeout=self._times.submit_s))
             self.load = response.load
             accepted = True
         except grpc.aio.AioRpcError as error:
@@ -245,7 +245,8 @@ class WorkerLink:
         writer: asyncio.Task[None] | None = None
         try:
             await call.write(self._hello())
-            answer = await asyncio.wait_for(call.read(), self._times.call_s)
+            async with asyncio.timeout(self._times.call_s):
+                answer = await call.read()
             if answer is grpc.aio.EOF:
                 return
             self._on_answer(answer)
@@ -298,7 +299,7 @@ class WorkerLink:
         key = self.key
         for request_id, entry in entries:
             running = self._running.get(request_id)
-            if running is not None and running.epoch == entry.epoch:
+            if running is not None:
                 running.num_tokens = 0
                 running.listener.on_entry(key, entry)
         if self._last_sequence - self._acked_sequence >= _ACK_EVERY_FRAMES:
@@ -337,7 +338,8 @@ class WorkerLink:
                 self._lose_all(f"worker {self.address} is silent")
 
     async def _poll(self) -> None:
-        info = await self._stub.GetInfo(worker_pb2.GetInfoRequest(), timeout=self._times.call_s)
+        call = self._stub.GetInfo(worker_pb2.GetInfoRequest(), timeout=self._times.call_s)
+        info = await _finish(call)
         self._heard_at = self._clock.monotonic()
         if info.incarnation != self.info.incarnation:
             self._lose_all(f"worker {self.address} restarted")
@@ -364,6 +366,16 @@ class WorkerLink:
             # should the worker live on, it must not compute for nobody
             self._cancels[request_id] = request.epoch
             request.listener.on_lost(key, reason)
+
+
+async def _finish(call: Any) -> Any:
+    """The response of a unary call. grpc.aio loses a cancellation that comes with the response."""
+    try:
+        return await call
+    finally:
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():
+            raise asyncio.CancelledError
 
 
 def _brief(error: BaseException) -> str:
