@@ -127,6 +127,7 @@ def test_one_token_needs_no_decode_worker(services: Split) -> None:
 
 def test_a_client_that_leaves_frees_its_blocks_everywhere(services: Split) -> None:
     ids = prompt(100, salt=4)
+    generated = services.decode.metric("vllm:generation_tokens_total")
     with services.split.streaming(ids, max_tokens=900, temperature=0, ignore_eos=True) as lines:
         for _ in range(5):
             assert json.loads(next(lines))["choices"]
@@ -134,7 +135,7 @@ def test_a_client_that_leaves_frees_its_blocks_everywhere(services: Split) -> No
     for worker in (services.prefill, services.decode):
         until(lambda w=worker: w.all_blocks_free, f"{worker.command} frees its blocks")
         assert worker.metric("vllm:num_requests_running") == 0
-    assert services.decode.metric("diptych:requests_aborted_total") >= 1
+    assert services.decode.metric("vllm:generation_tokens_total") - generated < 800
 
 
 def test_a_dead_store_makes_requests_slower_not_wrong_and_one_that_returns_is_used(

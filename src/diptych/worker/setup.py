@@ -61,4 +61,5 @@ def reachable_address(host: str, port: int, advertised: str | None) -> str:
         return advertised
     if host in ("0.0.0.0", "::", ""):
         host = socket.gethostbyname(socket.gethostname())
+    host = f"[{host}]" if ":" in host else host
     return f"{host}:{port}"
