@@ -58,12 +58,9 @@ def main(args: argparse.Namespace) -> int:
                     f"  copy {row['copy_gb_per_s']:5.2f} GB/s"
                 )
             client.close()
-    settings = {"set_bytes": args.set_bytes, "rounds": args.rounds}
-    say(
-        str(
-            write_result("kvstore", {"settings": settings, "rows": rows}, directory=args.output_dir)
-        )
-    )
+    # what else the machine was doing
+    settings = {"set_bytes": args.set_bytes, "rounds": args.rounds, "load": os.getloadavg()[0]}
+    say(str(write_result("kvstore", {**settings, "rows": rows}, directory=args.output_dir)))
     return 0
 
 
