@@ -15,13 +15,13 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from diptych.bench.offline import say
-from diptych.bench.report import DEFAULT_DIRECTORY, write_result
+from diptych.bench.offline import report, say
 from diptych.config import MIB, KVStoreConfig, RedisConfig
 from diptych.connectors.store_client import Outcome, PutItem, StoreClient
 from diptych.errors import UnavailableError
@@ -39,7 +39,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--set-bytes", type=int, default=256 * MIB, help="bytes per round: more than any cache")
     add("--rounds", type=int, default=5, help="rounds that are measured")
     add("--transport", nargs="+", default=["memory", "stream"], help="memory, stream")
-    add("--output-dir", default=str(DEFAULT_DIRECTORY), help="where the JSON goes")
+    add("--output-json", type=Path, default=None, help="write the figures to this file")
+    add("--result-dir", type=Path, default=None, help="write a dated record into this folder")
 
 
 def main(args: argparse.Namespace) -> int:
@@ -59,8 +60,7 @@ def main(args: argparse.Namespace) -> int:
                 )
             client.close()
     # what else the machine was doing
-    settings = {"set_bytes": args.set_bytes, "rounds": args.rounds, "load": os.getloadavg()[0]}
-    say(str(write_result("kvstore", {**settings, "rows": rows}, directory=args.output_dir)))
+    report("kvstore", args, "cpu", {"load_average": os.getloadavg()[0], "rows": rows})
     return 0
 
 
