@@ -69,6 +69,15 @@ def expected(pools: Pools) -> str:
     return str(pools.api.complete(PROMPT, **FIELDS)["choices"][0]["text"])
 
 
+def test_a_worker_told_to_stop_finishes_its_answer(pools: Pools, expected: str) -> None:
+    assert pools.answer_while(signal.SIGTERM) == expected
+    assert pools.hurt.process is not None
+    assert pools.hurt.process.wait(20) == 0
+    assert "drained; 0 requests left" in pools.hurt.log.read_text()
+    pools.hurt.start()
+    pools.hurt.wait_ready()
+
+
 def test_an_answer_outlives_its_decode_worker(pools: Pools, expected: str) -> None:
     assert pools.answer_while(signal.SIGKILL) == expected
     assert pools.hurt.process is not None

@@ -175,7 +175,6 @@ async def test_answers_come_and_a_cancel_frees_the_blocks_then_a_signal_ends_all
         # what runs is finished and delivered first
         expected = expected_output([1, 2, 3], 20)
         assert await read_tokens(router, c=20, d=20) == {"c": expected, "d": expected}
-        await router.ack()
         code, stderr = await exit_of(child)
         assert (code, is_gone(engine)) == (0, True), stderr
 

@@ -138,7 +138,6 @@ async def test_a_stop_drains_what_runs_then_ends_cleanly(model: Path) -> None:
             assert not worker.task.done()
             worker.engine.emit("a#1", 0, [7], FinishReason.STOP)
             await router.read()
-            await router.ack()
             await asyncio.wait_for(worker.task, 5)
     assert not worker.engine.aborted
 

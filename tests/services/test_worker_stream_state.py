@@ -97,7 +97,7 @@ def test_any_interleaving_delivers_each_step_once_in_order_or_tells_the_gap(
         router.ack()
     router.check()
     assert router.first + len(router.got) == router.pushed
-    assert router.state.delivered
+    assert router.state.flushed
 
 
 def test_a_break_with_nothing_lost_resumes_without_a_gap() -> None:
@@ -157,7 +157,18 @@ def test_a_router_that_never_acknowledges_gets_merged_steps_and_is_dropped_at_th
         assert state.state is PairState.ATTACHED
         state.push(step(8 + number))
     assert state.state is PairState.DROPPED
-    assert state.delivered
+    assert state.flushed
+
+
+def test_a_pair_is_flushed_once_its_stream_has_taken_everything() -> None:
+    state = new_state()
+    state.hello("", 0)
+    state.push(step(0))
+    assert not state.flushed
+    assert state.next_frame(state.generation) is not None
+    assert state.flushed
+    state.hello("w1", 0)  # the frame was lost on the wire
+    assert not state.flushed
 
 
 def test_a_gone_router_expires_after_its_grace_and_not_while_attached() -> None:

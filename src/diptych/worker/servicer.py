@@ -30,8 +30,8 @@ from diptych.worker.streams import StreamHub
 
 logger = logging.getLogger(__name__)
 
-# How long a drained worker waits for routers to say that they have the last frames.
-_LAST_ACK_S = 2.0
+# How long a drained worker tries to send its last frames.
+_FLUSH_S = 2.0
 _REAP_EVERY_S = 0.5
 
 
@@ -153,14 +153,14 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
                 self._abort(late)
 
     async def drain(self, deadline_s: float) -> int:
-        """Admit no more and wait for what runs, and for its last frames to be acknowledged.
+        """Admit no more and wait for what runs, and for its last frames to be sent.
 
         Returns:
             Requests left at the deadline.
         """
         self.draining = True
         await self._wait_until(lambda: not len(self._table), deadline_s)
-        await self._wait_until(lambda: self._hub.delivered, min(deadline_s, _LAST_ACK_S))
+        await self._wait_until(lambda: self._hub.flushed, min(deadline_s, _FLUSH_S))
         return len(self._table)
 
     async def _wait_until(self, holds: Callable[[], bool], timeout_s: float) -> None:
@@ -221,6 +221,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
         async with contextlib.aclosing(self._hub.attach(hello, self.load())) as frames:
             async for frame in frames:
                 await context.write(frame)
+                self._changed.set()
 
     async def _read(self, router: str, messages: AsyncIterator[worker_pb2.RouterMessage]) -> None:
         async for message in messages:

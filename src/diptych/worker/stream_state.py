@@ -124,6 +124,8 @@ class StreamState:
         return self.state is PairState.DETACHED and now - self._gone_at >= self._grace_s
 
     @property
-    def delivered(self) -> bool:
-        """Whether nothing is left that the router has not acknowledged."""
-        return not self._kept and not self._pending
+    def flushed(self) -> bool:
+        """Whether nothing is left to send: what a stream has taken reaches the router before the
+        stream's end does."""
+        all_sent = self._sent == self._acked + len(self._kept)
+        return not self._pending and (all_sent or self.state is not PairState.ATTACHED)

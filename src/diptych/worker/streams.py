@@ -57,9 +57,9 @@ class StreamHub:
         return len(self._pairs)
 
     @property
-    def delivered(self) -> bool:
-        """Whether every router has acknowledged all there is."""
-        return all(pair.state.delivered for pair in self._pairs.values())
+    def flushed(self) -> bool:
+        """Whether no router's stream has anything left to send."""
+        return all(pair.state.flushed for pair in self._pairs.values())
 
     async def attach(
         self, hello: worker_pb2.Hello, load: worker_pb2.WorkerLoad
