@@ -5,7 +5,8 @@
 set -uo pipefail
 out=${OUT:-bench/results}
 export PYTHONPATH=src${PYTHONPATH:+:$PYTHONPATH} PYTHONSAFEPATH=1
-python3 -m pytest tests/gpu tests/kernels -q -W default -p no:cacheprovider --durations=10
+python3 -m pytest tests/gpu tests/kernels -q -n "${JOBS:-6}" -W default -p no:cacheprovider \
+  --tb=short --durations=5
 status=$?
 python3 -c 'import sys; from diptych.cli import main; sys.exit(main())' \
   bench kernels --result-dir "$out" || status=1

@@ -22,7 +22,8 @@ def prompts(vocab_size: int) -> list[dict[str, list[int]]]:
 
 def answers(model: str, sampling: SamplingParams, **arguments):
     """Tokens and the logprobs of the chosen ones, per prompt."""
-    with LLM(model, max_model_len=256, **arguments) as llm:
+    # a small share of the memory, so that several of these run at once
+    with LLM(model, max_model_len=256, gpu_memory_utilization=0.05, **arguments) as llm:
         outputs = llm.generate(prompts(llm.model_config.vocab_size), sampling, use_tqdm=False)
     found = [output.outputs[0] for output in outputs]
     logprobs = [
