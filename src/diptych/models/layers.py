@@ -8,12 +8,12 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from diptych.errors import ModelLoadError
 from diptych.kernels.dispatch import Ops
 from diptych.models.config import ModelConfig
 from diptych.models.loader import Weights
+from diptych.models.matrix import make_matrix
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,12 +51,13 @@ class Linear:
     def __init__(
         self, weights: Weights, names: Sequence[str], rows: Sequence[int], columns: int
     ) -> None:
-        self.weight = weights.load([f"{name}.weight" for name in names], rows, columns)
+        weight = weights.load([f"{name}.weight" for name in names], rows, columns)
         biases = [f"{name}.bias" for name in names]
-        self.bias = weights.load(biases, rows) if biases[0] in weights else None
+        bias = weights.load(biases, rows) if biases[0] in weights else None
+        self._matrix = make_matrix(weight, bias)
 
     def __call__(self, x: Tensor) -> Tensor:
-        return functional.linear(x, self.weight, self.bias)
+        return self._matrix(x)
 
 
 class Attention:

@@ -16,6 +16,7 @@ from diptych.kernels.dispatch import Ops
 from diptych.models.config import ModelConfig
 from diptych.models.layers import MLP, Attention, ForwardBatch, KVView, rope_table
 from diptych.models.loader import Weights
+from diptych.models.matrix import make_matrix
 
 
 class LayerHooks(Protocol):
@@ -73,9 +74,9 @@ class Decoder:
         self._layers = [DecoderLayer(config, weights, ops, i) for i in range(config.num_layers)]
         self._norm = weights.load(["model.norm.weight"], [config.hidden_size])
         if config.tie_word_embeddings:
-            self._head = self._embedding
+            self._head = make_matrix(self._embedding)
         else:
-            self._head = weights.load(["lm_head.weight"], *size)
+            self._head = make_matrix(weights.load(["lm_head.weight"], *size))
 
     def forward(
         self, batch: ForwardBatch, kv: Sequence[KVView], hooks: LayerHooks | None = None
@@ -94,4 +95,4 @@ class Decoder:
     def logits(self, hidden: Tensor) -> Tensor:
         """`[R, N]` hidden states to `[R, V]` float32 logits."""
         normed = self._ops.rms_norm(hidden, self._norm, self._eps)
-        return functional.linear(normed, self._head).float()
+        return self._head(normed).float()

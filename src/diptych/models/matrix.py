@@ -1,0 +1,49 @@
+"""`x @ weight.T + bias` in the form that is fastest on the weight's device."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+
+class Matrix(Protocol):
+    """One weight matrix, ready to be applied."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """`[T, K]` to `[T, N]`."""
+        ...
+
+
+class PlainMatrix:
+    """The weight as it lies, `[N, K]`."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        self._weight = weight
+        self._bias = bias
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return functional.linear(x, self._weight, self._bias)
+
+
+class PackedMatrix:
+    """The weight in oneDNN's blocked order, packed once: about twice as fast for few tokens, and
+    for many. The plain weight is not kept."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        self._packed = torch.ops.mkldnn._reorder_linear_weight(weight, 1)
+        self._bias = bias
+
+    def __call__(self, x: Tensor) -> Tensor:
+        y: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, self._bias, "none", [], "")
+        return y
+
+
+def make_matrix(weight: Tensor, bias: Tensor | None = None) -> Matrix:
+    """The matrix of `weight`, `[N, K]`: packed for float32 on CPUs where torch has oneDNN."""
+    packs = weight.device.type == "cpu" and weight.dtype == torch.float32
+    if packs and torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+        return PackedMatrix(weight, bias)
+    return PlainMatrix(weight, bias)
