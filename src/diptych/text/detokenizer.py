@@ -6,6 +6,7 @@ import codecs
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
+from diptych.text.stop_string import StopString
 from diptych.text.tokenizer import Tokenizer
 
 _CONTEXT_TOKENS = 6
@@ -53,8 +54,7 @@ class IncrementalDetokenizer:
         min_tokens: int = 0,
     ) -> None:
         self._stream = token_stream(tokenizer, prompt_token_ids, skip_special_tokens)
-        self._stop = [s for s in stop if s]
-        self._longest = max((len(s) for s in self._stop), default=0)
+        self._stops = [StopString(s) for s in stop if s]
         self._include_stop = include_stop_str_in_output
         self._min_tokens = min_tokens
         self._released: list[str] = []
@@ -97,35 +97,21 @@ class IncrementalDetokenizer:
         return TextDelta(self._release(0), self._stopped, 0)
 
     def _take(self, piece: str) -> None:
-        old_length = len(self._pending)
+        counts = self._num_tokens > self._min_tokens
+        for index, char in enumerate(piece if self._stops else ""):
+            complete = [stop.text for stop in self._stops if stop.push(char)]
+            if complete and counts:
+                self._stopped = max(complete, key=len)
+                kept = self._pending + piece[: index + 1]
+                self._pending = kept if self._include_stop else kept[: -len(self._stopped)]
+                return
         self._pending += piece
-        if not self._stop or self._num_tokens <= self._min_tokens:
-            return
-        found = self._first_stop(old_length)
-        if found is not None:
-            end, self._stopped = found
-            self._pending = self._pending[: end if self._include_stop else end - len(self._stopped)]
-
-    def _first_stop(self, after: int) -> tuple[int, str] | None:
-        """End and stop string of the match that ends first past `after`, the longest of equals."""
-        best: tuple[int, str] | None = None
-        for stop in self._stop:
-            at = self._pending.find(stop, max(0, after - len(stop) + 1))
-            if at >= 0:
-                end = at + len(stop)
-                if best is None or (end, -len(stop)) < (best[0], -len(best[1])):
-                    best = (end, stop)
-        return best
 
     def _num_held(self) -> int:
         """Length of the longest end of the pending text that is the start of a stop string."""
-        if not self._stop or self._stopped is not None:
+        if self._stopped is not None:
             return 0
-        for length in range(min(self._longest - 1, len(self._pending)), 0, -1):
-            end = self._pending[-length:]
-            if any(len(stop) > length and stop.startswith(end) for stop in self._stop):
-                return length
-        return 0
+        return max((stop.num_matched for stop in self._stops), default=0)
 
     def _release(self, num_held: int) -> str:
         cut = len(self._pending) - num_held
