@@ -112,7 +112,7 @@ class ServiceProcess:
 class Cluster:
     """Services of one model in one directory; all end with the block that started them."""
 
-    def __init__(self, model: Path, directory: Path) -> None:
+    def __init__(self, model: str | Path, directory: Path) -> None:
         self._model = model
         self._directory = directory
         self.services: list[ServiceProcess] = []
@@ -165,7 +165,7 @@ class Cluster:
 
 
 @contextmanager
-def cluster(model: Path, directory: Path) -> Iterator[Cluster]:
+def cluster(model: str | Path, directory: Path) -> Iterator[Cluster]:
     """An empty cluster; whatever was started in it is stopped, by force if need be."""
     made = Cluster(model, directory)
     try:
