@@ -13,11 +13,13 @@ from torch import Tensor
 
 from diptych.kernels.tiles import online_softmax, slot_offsets
 
-# Fewer keys than this are not worth a split of their own.
-MIN_SPLIT = 256
+# A split has at least so many keys; and, so that one long sequence among short ones does not
+# make them wait, no more than so many where the longest is known.
+MIN_SPLIT = 128
+MAX_SPLIT = 2048
 MAX_SPLITS = 64
-# Programs per multiprocessor that hide the latency of each other's loads.
-OVERSUBSCRIPTION = 4
+# Programs of a multiprocessor that run at one time and hide each other's loads.
+PROGRAMS_PER_MULTIPROCESSOR = 4
 
 
 class DecodeTiles(NamedTuple):
@@ -97,11 +99,11 @@ def _paged_decode_kernel(
         # [BN, BD]
         b_k = tl.load(p_k + o_kv[:, None] + o_d[None, :], mask=m_kv, other=0.0)
         # [BM, BN]
-        b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee") * scale_log2
+        b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee")
         b_s = tl.where(m_n[None, :], b_s, float("-inf"))
-        b_p, b_scale, b_m, b_l = online_softmax(b_s, b_m, b_l)
+        b_p, b_factor, b_m, b_l = online_softmax(b_s, b_m, b_l, scale_log2)
         b_v = tl.load(p_v + o_kv[:, None] + o_d[None, :], mask=m_kv, other=0.0)
-        b_acc = b_acc * b_scale[:, None]
+        b_acc = b_acc * b_factor[:, None]
         b_acc = tl.dot(b_p.to(b_v.dtype), b_v, b_acc, input_precision="ieee")
 
     b_sum = tl.where(b_l == 0.0, 1.0, b_l)
@@ -110,7 +112,7 @@ def _paged_decode_kernel(
     if SPLIT:
         o_partial = o_row * splits + i_split
         tl.store(partial + o_partial[:, None] * D + o_d[None, :], b_acc, mask=m_q)
-        tl.store(partial_lse + o_partial, b_m + tl.log2(b_sum), mask=o_g < G)
+        tl.store(partial_lse + o_partial, b_m * scale_log2 + tl.log2(b_sum), mask=o_g < G)
     else:
         tl.store(out + o_row[:, None] * D + o_d[None, :], b_acc, mask=m_q)
 
@@ -247,11 +249,17 @@ def _choose_tiles(dtype: torch.dtype, block_d: int) -> DecodeTiles:
 
 
 def _choose_splits(programs: int, max_keys: int, min_split: int, device: torch.device) -> int:
-    """Enough splits to fill the device, and no more than the longest sequence can use."""
-    wanted = triton.cdiv(OVERSUBSCRIPTION * _num_multiprocessors(device), programs)
-    useful = triton.cdiv(max_keys, min_split) if max_keys else MAX_SPLITS
-    splits: int = triton.next_power_of_2(max(1, min(wanted, useful, MAX_SPLITS)))
-    return splits
+    """Enough splits to fill the device once, and no more than the longest sequence can use.
+
+    Args:
+        programs: how many there are without splitting.
+        max_keys: of the longest sequence, 0 if unknown.
+    """
+    splits = PROGRAMS_PER_MULTIPROCESSOR * _num_multiprocessors(device) // programs
+    if max_keys:
+        splits = max(splits, -(-max_keys // MAX_SPLIT))
+        splits = min(splits, -(-max_keys // min_split))
+    return max(1, min(splits, MAX_SPLITS))
 
 
 @functools.cache

@@ -58,16 +58,16 @@ def _attend_tiles(
         # [BN, BD]
         b_k = tl.load(p_k + o_kv[:, None] + o_d[None, :], mask=m_kv, other=0.0)
         # [BM, BN]
-        b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee") * scale_log2
+        b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee")
         if MASKED:
             m_seen = (o_n[None, :] <= o_position[:, None]) & m_n[None, :]
             if WINDOW > 0:
                 m_seen = m_seen & (o_n[None, :] > o_position[:, None] - WINDOW)
             b_s = tl.where(m_seen, b_s, float("-inf"))
-        b_p, b_scale, b_m, b_l = online_softmax(b_s, b_m, b_l)
+        b_p, b_factor, b_m, b_l = online_softmax(b_s, b_m, b_l, scale_log2)
         b_v = tl.load(p_v + o_kv[:, None] + o_d[None, :], mask=m_kv, other=0.0)
         # [BM, BD]
-        b_acc = b_acc * b_scale[:, None]
+        b_acc = b_acc * b_factor[:, None]
         b_acc = tl.dot(b_p.to(b_v.dtype), b_v, b_acc, input_precision="ieee")
     return b_acc, b_m, b_l
 

@@ -24,16 +24,18 @@ def slot_offsets(
 
 
 @triton.jit
-def online_softmax(b_s, b_m, b_l):
-    """Take the scores of one more tile, in powers of two, into a running softmax.
+def online_softmax(b_s, b_m, b_l, scale_log2):
+    """Take the scores of one more tile into a running softmax in powers of two.
+
+    `b_s` and the running maximum `b_m` are not scaled yet: `b_s * scale - base` is one instruction.
 
     Returns:
         The tile's weights, the factor for what was summed before, the new maximum and sum.
     """
     b_max = tl.maximum(b_m, tl.max(b_s, 1))
     # a row that has seen no key yet stays at zero instead of NaN
-    b_base = tl.where(b_max == float("-inf"), 0.0, b_max)
+    b_base = tl.where(b_max == float("-inf"), 0.0, b_max * scale_log2)
     # [BM, BN]
-    b_p = tl.exp2(b_s - b_base[:, None])
-    b_scale = tl.exp2(b_m - b_base)
-    return b_p, b_scale, b_max, b_l * b_scale + tl.sum(b_p, 1)
+    b_p = tl.exp2(b_s * scale_log2 - b_base[:, None])
+    b_factor = tl.exp2(b_m * scale_log2 - b_base)
+    return b_p, b_factor, b_max, b_l * b_factor + tl.sum(b_p, 1)

@@ -66,9 +66,19 @@ def test_fp16_and_a_cache_with_the_head_inside_the_slot(paged_kv) -> None:
 
 @pytest.mark.parametrize(
     ("programs", "max_keys", "splits"),
-    [(8, 0, 64), (8, 8192, 32), (64, 8192, 16), (256, 8192, 4), (1024, 8192, 1), (8, 200, 1)],
+    [
+        (8, 0, 64),
+        (8, 32768, 64),
+        (64, 8192, 8),
+        (256, 8192, 4),
+        (512, 1024, 1),
+        (512, 32768, 16),
+        (8, 200, 2),
+        (8, 1, 1),
+        (4096, 0, 1),
+    ],
 )
 def test_splits_fill_the_device_and_no_more(monkeypatch, programs, max_keys, splits) -> None:
     monkeypatch.setattr(module, "_num_multiprocessors", lambda device: 132)
-    chosen = module._choose_splits(programs, max_keys, 256, torch.device("cuda"))
+    chosen = module._choose_splits(programs, max_keys, 128, torch.device("cuda"))
     assert chosen == splits
