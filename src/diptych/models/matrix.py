@@ -9,6 +9,11 @@ from torch import Tensor
 from torch.nn import functional
 
 
+# the order made for this many rows serves 1 and hundreds as well; the one made for 1 row is up to
+# half as fast for 2 to 16
+_ROWS_HINT = 16
+
+
 class Matrix(Protocol):
     """One weight matrix, ready to be applied."""
 
@@ -33,7 +38,7 @@ class PackedMatrix:
     for many. The plain weight is not kept."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        self._packed = torch.ops.mkldnn._reorder_linear_weight(weight, 1)
+        self._packed = torch.ops.mkldnn._reorder_linear_weight(weight, _ROWS_HINT)
         self._bias = bias
 
     def __call__(self, x: Tensor) -> Tensor:
