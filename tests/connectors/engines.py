@@ -28,8 +28,9 @@ class Engine:
         block_size: int = 16,
         seed: int | None = None,
         limits: TransferLimits | None = None,
+        head_dim: int = 4,
     ) -> None:
-        layout: KVLayout = make_layout(block_size)
+        layout: KVLayout = make_layout(block_size, head_dim=head_dim)
         self.cache: Tensor = make_cache(layout, seed)
         self.scheduler = PageConnectorScheduler(layout)
         open_store = store if callable(store) else lambda: store

@@ -50,13 +50,15 @@ def consumer(request_id: str, tokens: Sequence[int], commit: KVCommit) -> Reques
     )
 
 
-def make_layout(block_size: int, num_blocks: int = 40, dtype: str = "float32") -> KVLayout:
+def make_layout(
+    block_size: int, num_blocks: int = 40, dtype: str = "float32", head_dim: int = 4
+) -> KVLayout:
     return KVLayout(
         num_blocks=num_blocks,
         num_kv_heads=2,
         num_layers=3,
         block_size=block_size,
-        head_dim=4,
+        head_dim=head_dim,
         dtype=dtype,
     )
 

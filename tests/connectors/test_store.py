@@ -57,9 +57,10 @@ def test_what_another_writer_stored_is_named_by_its_own_checksum(node: Node) -> 
         assert same_kv((first.cache, OUR_BLOCKS), (decode.cache, OUR_BLOCKS), 0, len(prompt))
 
 
-def test_a_full_store_covers_a_prefix(node: Node) -> None:
-    with running_node(pool_bytes=64 << 10) as small:
-        prefill = Engine(lambda: opener(small), seed=1)
+def test_a_full_store_covers_a_prefix() -> None:
+    with running_node(pool_bytes=1 << 20) as small:
+        # 3 KiB a token: the prompt does not fit
+        prefill = Engine(lambda: opener(small), seed=1, head_dim=64)
         with running(prefill):
             commit = prefill.send(producer("r", [*range(480)]))
             assert 0 < commit.num_tokens < 480
