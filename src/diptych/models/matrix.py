@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-
 # the order made for this many rows serves 1 and hundreds as well; the one made for 1 row is up to
 # half as fast for 2 to 16
 _ROWS_HINT = 16
