@@ -377,14 +377,14 @@ def test_bytes_are_shown_to_nobody_without_the_token(node: Node) -> None:
 
 def test_a_write_that_goes_on_after_its_reservation_touches_nobody() -> None:
     """Half an object comes, its reservation lapses, its room goes to another, the rest comes."""
-    with running_node(put_ttl_s=0.3) as node:
+    with running_node(put_ttl_s=1.0) as node:
         stub = control(node)
         size = 200_000
         slow = pb.PutStartRequest(items=[pb.PutItem(key=key(), num_bytes=size)])
         [reserved] = stub.PutStart(slow).reservations
         stream = open_stream(stub.GetNode(pb.GetNodeRequest()))
         stream.sendall(FRAME.pack(WRITE, reserved.put_id, size) + bytes(size // 2))
-        time.sleep(0.4)
+        time.sleep(1.05)
         client = StoreClient(node.address)
         name, data = key(), os.urandom(size)
         put(client, {name: data})
@@ -503,13 +503,13 @@ def test_a_store_that_dies_in_the_middle_fails_fast_and_wrong_bytes_never_pass(
         assert put(client, {key(): b"x"})[0].outcome is Outcome.UNAVAILABLE
         with pytest.raises(TransferError, match="does not answer"):
             client.exists_many(names)
-        assert time.monotonic() - started < 1.0
+        assert time.monotonic() - started < 2.0
         client.close()
 
 
 def test_a_store_that_hangs_costs_one_deadline_and_then_nothing() -> None:
     with running_node() as node:
-        client = StoreClient(node.address, timeout_s=0.5)
+        client = StoreClient(node.address, timeout_s=1.0)
         name = key()
         put(client, {name: b"bytes"})
         node.process.send_signal(signal.SIGSTOP)
@@ -518,8 +518,8 @@ def test_a_store_that_hangs_costs_one_deadline_and_then_nothing() -> None:
             started = time.monotonic()
             assert get(client, [name])[0][0].outcome is Outcome.UNAVAILABLE
             times.append(time.monotonic() - started)
-        assert times[0] < 1.0
-        assert max(times[1:]) < 0.05
+        assert 0.9 < times[0] < 1.5
+        assert max(times[1:]) < 0.2
         node.process.send_signal(signal.SIGCONT)
         time.sleep(0.6)
         assert get(client, [name])[1] == {0: b"bytes"}

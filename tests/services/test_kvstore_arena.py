@@ -3,7 +3,7 @@
 from itertools import pairwise
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from diptych.services.kvstore.arena import Arena
@@ -11,6 +11,7 @@ from diptych.services.kvstore.arena import Arena
 POOL = 64 * 4096
 
 
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(st.one_of(st.integers(1, 9 * 4096), st.integers(-40, -1)), max_size=80))
 def test_runs_never_overlap_and_bytes_add_up(steps: list[int]) -> None:
     """A positive step allocates that many bytes, a negative one frees the run of that index."""

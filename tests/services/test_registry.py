@@ -54,7 +54,7 @@ async def registry(url: str) -> AsyncIterator[Registry]:
 
 def config(url: str) -> RedisConfig:
     prefix = os.urandom(4).hex()
-    return RedisConfig(redis=url, registry_prefix=prefix, heartbeat_s=0.05, liveness_s=0.4)
+    return RedisConfig(redis=url, registry_prefix=prefix, heartbeat_s=0.05, liveness_s=0.8)
 
 
 async def until(condition: Callable[[], bool], timeout_s: float = 5.0) -> None:
