@@ -14,6 +14,7 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -204,7 +205,7 @@ class Api:
 
     @contextmanager
     def streaming(self, prompt: str | list[int], **fields: Any) -> Iterator[Iterator[str]]:
-        """Data lines of a streamed completion; leaving the block closes the connection."""
+        """Events of a streamed completion; leaving the block closes the connection."""
         body = json.dumps({"model": "tiny", "prompt": prompt, "stream": True, **fields}).encode()
         head = (
             "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
@@ -213,4 +214,5 @@ class Api:
         with socket.create_connection(("127.0.0.1", self.port), timeout=30) as connection:
             connection.sendall(head.encode() + body)
             with connection.makefile("r", encoding="utf-8") as lines:
-                yield (line[6:].strip() for line in lines if line.startswith("data: "))
+                events = (line[6:].strip() for line in lines if line.startswith("data: "))
+                yield takewhile(lambda event: event != "[DONE]", events)

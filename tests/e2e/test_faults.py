@@ -32,11 +32,8 @@ class Pools:
     def answer_while(self, number: signal.Signals) -> str:
         """The whole streamed answer; its decode worker gets a signal after 20 pieces."""
         pieces: list[str] = []
-        with self.api.streaming(PROMPT, **FIELDS) as lines:
-            for line in lines:
-                if line == "[DONE]":
-                    break
-                event = json.loads(line)
+        with self.api.streaming(PROMPT, **FIELDS) as events:
+            for event in map(json.loads, events):
                 assert "error" not in event
                 pieces += [choice["text"] for choice in event["choices"]]
                 if len(pieces) == 20:

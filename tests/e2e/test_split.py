@@ -128,9 +128,9 @@ def test_one_token_needs_no_decode_worker(services: Split) -> None:
 def test_a_client_that_leaves_frees_its_blocks_everywhere(services: Split) -> None:
     ids = prompt(100, salt=4)
     generated = services.decode.metric("vllm:generation_tokens_total")
-    with services.split.streaming(ids, max_tokens=900, temperature=0, ignore_eos=True) as lines:
+    with services.split.streaming(ids, max_tokens=900, temperature=0, ignore_eos=True) as events:
         for _ in range(5):
-            assert json.loads(next(lines))["choices"]
+            assert json.loads(next(events))["choices"]
         assert services.decode.metric("vllm:num_requests_running") == 1
     for worker in (services.prefill, services.decode):
         until(lambda w=worker: w.all_blocks_free, f"{worker.command} frees its blocks")
