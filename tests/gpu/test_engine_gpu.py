@@ -4,11 +4,12 @@ import os
 import random
 
 import pytest
-import torch
 
 from diptych import LLM, SamplingParams
 from tests.tiny_models import ARCHITECTURES, make_tiny_model
 
+GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, logprobs=1)
+SEEDED = SamplingParams(temperature=0.8, seed=7, max_tokens=24, ignore_eos=True, logprobs=1)
 LENGTHS = (1, 15, 16, 17, 40, 64, 65, 100)
 
 
@@ -33,46 +34,39 @@ def answers(model: str, sampling: SamplingParams, **arguments):
     return [list(o.token_ids) for o in found], logprobs
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.fixture(scope="module", params=ARCHITECTURES)
+def on_the_cpu(request, tmp_path_factory):
+    """A model, and what the CPU answers: per sampling, tokens and logprobs."""
+    model = str(make_tiny_model(tmp_path_factory.mktemp("model"), request.param))
+    return model, [answers(model, sampling, device="cpu") for sampling in (GREEDY, SEEDED)]
+
+
 @pytest.mark.parametrize(
     "settings",
     [
         {"block_size": 64},
+        {"block_size": 64, "attention_backend": "torch"},
         {"block_size": 16, "max_num_batched_tokens": 48, "max_num_seqs": 8},
         {"block_size": 16, "num_kv_blocks": 24, "enable_prefix_caching": False},
     ],
-    ids=["whole-prompts", "chunked", "preempted"],
+    ids=["whole-prompts", "torch", "chunked", "preempted"],
 )
-def test_float32_gives_the_tokens_of_the_cpu(architecture, settings, tmp_path) -> None:
-    model = str(make_tiny_model(tmp_path / architecture, architecture))
-    greedy = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, logprobs=1)
-    seeded = SamplingParams(temperature=0.8, seed=7, max_tokens=24, ignore_eos=True, logprobs=1)
-    for sampling in (greedy, seeded):
-        expected, expected_logprobs = answers(model, sampling, device="cpu")
-        for backend in ("triton", "torch"):
-            tokens, logprobs = answers(
-                model,
-                sampling,
-                device="cuda",
-                dtype="float32",
-                attention_backend=backend,
-                **settings,
-            )
-            assert tokens == expected
-            for ours, theirs in zip(logprobs, expected_logprobs, strict=True):
-                assert ours == pytest.approx(theirs, abs=1e-4)
+def test_float32_gives_the_tokens_of_the_cpu(on_the_cpu, settings) -> None:
+    model, expected = on_the_cpu
+    for sampling, (tokens, logprobs) in zip((GREEDY, SEEDED), expected, strict=True):
+        ours, our_logprobs = answers(model, sampling, device="cuda", dtype="float32", **settings)
+        assert ours == tokens
+        for got, want in zip(our_logprobs, logprobs, strict=True):
+            assert got == pytest.approx(want, abs=1e-4)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_half_precision_agrees_with_float32_at_first(architecture, dtype, tmp_path) -> None:
-    model = str(make_tiny_model(tmp_path / architecture, architecture))
-    sampling = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, logprobs=1)
-    _, expected = answers(model, sampling, device="cuda", dtype="float32")
-    _, logprobs = answers(model, sampling, device="cuda", dtype=dtype)
-    for ours, theirs in zip(logprobs, expected, strict=True):
-        assert len(ours) == 8
-        assert ours[0] == pytest.approx(theirs[0], abs=0.1)
+def test_half_precision_agrees_with_float32_at_first(on_the_cpu, dtype) -> None:
+    model, ((_, expected), _) = on_the_cpu
+    _, logprobs = answers(model, GREEDY, device="cuda", dtype=dtype)
+    for got, want in zip(logprobs, expected, strict=True):
+        assert len(got) == len(want)
+        assert got[0] == pytest.approx(want[0], abs=0.1)
 
 
 @pytest.mark.skipif(
@@ -84,4 +78,3 @@ def test_a_real_model_knows_the_capital_of_france(dtype) -> None:
     with LLM(os.environ["DIPTYCH_TEST_MODEL"], device="cuda", dtype=dtype) as llm:
         (answer,) = llm.chat(question, SamplingParams(temperature=0.0, max_tokens=32))
     assert "Paris" in answer.outputs[0].text
-    assert torch.cuda.is_available()
