@@ -33,6 +33,7 @@ class ModelRunner:
         connector: KVConnectorWorker | None = None,
     ) -> None:
         self._model = model
+        self._kv_cache = kv_cache
         self._kv_views = [
             KVView(kv_cache[:, :, layer, 0], kv_cache[:, :, layer, 1])
             for layer in range(layout.num_layers)
