@@ -65,6 +65,8 @@ def main(args: argparse.Namespace) -> int:
     if not torch.cuda.is_available():
         raise ConfigError("bench kernels needs a CUDA device, and torch sees none")
     device = torch.device(args.device)
+    if device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
     torch.cuda.set_device(device)
     timings = []
     say(f"{'kernel':44} {'us':>9} {'floor':>9} {'ratio':>6} {'TB/s':>6} {'TFLOP/s':>8}")
