@@ -50,7 +50,7 @@ def test_a_missing_device_or_type_is_named(model: Path) -> None:
             make(model, device="cuda")
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps(config | {"dtype": "float8_e4m3fn"}))
-    with pytest.raises(ModelLoadError, match="dtype float8_e4m3fn .* not supported"):
+    with pytest.raises(ModelLoadError, match=r"dtype float8_e4m3fn .* not supported"):
         make(model)
 
 

@@ -103,7 +103,7 @@ def test_damaged_weights_are_refused_by_name(model: Path, damage, message: str) 
 
 def test_a_rope_scaling_that_is_not_known_is_named(tmp_path: Path) -> None:
     model = make_tiny_model(tmp_path / "m", rope_scaling={"rope_type": "yarn", "factor": 2.0})
-    with pytest.raises(ModelLoadError, match="'yarn' .* not supported"):
+    with pytest.raises(ModelLoadError, match=r"'yarn' .* not supported"):
         load(model)
 
 
