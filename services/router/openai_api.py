@@ -35,7 +35,6 @@ _UNSUPPORTED = (
     "logprob_token_ids",
     "prompt_embeds",
     "suffix",
-    "echo",
     "tools",
     "functions",
     "documents",
@@ -71,6 +70,7 @@ class ApiRequest:
     include_usage: bool
     continuous_usage: bool
     return_token_ids: bool
+    echo: bool
     priority: int
     cache_salt: str | None
 
@@ -92,6 +92,7 @@ def parse_completion(body: bytes) -> ApiRequest:
         prompts,
         logprobs=logprobs,
         max_tokens=COMPLETION_MAX_TOKENS if max_tokens is None else max_tokens,
+        echo=fields.boolean("echo") or False,
     )
 
 
@@ -103,6 +104,8 @@ def parse_chat(body: bytes) -> ApiRequest:
     """
     fields = JsonBody.parse(body)
     _refuse_unsupported(fields)
+    if fields.boolean("echo"):
+        raise UnsupportedFeatureError("echo is not supported with messages", param="echo")
     max_tokens = fields.integer("max_completion_tokens")
     if max_tokens is None:
         max_tokens = fields.integer("max_tokens")
@@ -115,7 +118,12 @@ def parse_chat(body: bytes) -> ApiRequest:
 
 
 def _request(
-    fields: JsonBody, prompts: tuple[Prompt, ...], *, logprobs: int | None, max_tokens: int | None
+    fields: JsonBody,
+    prompts: tuple[Prompt, ...],
+    *,
+    logprobs: int | None,
+    max_tokens: int | None,
+    echo: bool = False,
 ) -> ApiRequest:
     stream = fields.boolean("stream") or False
     include_usage, continuous_usage = _stream_options(fields, stream)
@@ -124,6 +132,8 @@ def _request(
         raise InvalidRequestError(
             "prompt_logprobs is not available with stream", param="prompt_logprobs"
         )
+    if echo and logprobs is not None and sampling.prompt_logprobs is None:
+        sampling = sampling.replace(prompt_logprobs=logprobs)
     return ApiRequest(
         model=fields.string("model"),
         prompts=prompts,
@@ -132,6 +142,7 @@ def _request(
         include_usage=include_usage,
         continuous_usage=continuous_usage,
         return_token_ids=fields.boolean("return_token_ids") or False,
+        echo=echo,
         priority=fields.integer("priority") or 0,
         cache_salt=check_cache_salt(fields.string("cache_salt")),
     )

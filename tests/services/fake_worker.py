@@ -181,7 +181,10 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
             extra.commit.CopyFrom(_commit(request))
         if token_ids and request.sampling.HasField("logprobs"):
             extra.logprobs.CopyFrom(_logprobs(token_ids, request.sampling.logprobs))
-        if commit or extra.HasField("logprobs"):
+        if position == 0 and request.sampling.HasField("prompt_logprobs"):
+            later = list(request.prompt_token_ids)[1:]
+            extra.prompt_logprobs.CopyFrom(_logprobs(later, request.sampling.prompt_logprobs))
+        if len(extra.ListFields()) > 0:
             frame.extras.append(extra)
         async with self._grew:
             self._frames.append(frame)

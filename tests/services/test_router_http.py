@@ -164,6 +164,26 @@ async def test_every_chunk_carries_usage_where_asked(model: Path) -> None:
         assert [e["usage"]["completion_tokens"] for e in events] == [1, 2, 3, 4, 4]
 
 
+async def test_echo_puts_the_prompt_before_the_answer_with_its_logprobs(model: Path) -> None:
+    worker = FakeWorker("a1", AGGREGATED, tiny_script(model))
+    async with running_router(model, [worker]) as router:
+        body = {"prompt": "Hello you", "max_tokens": 3, "echo": True, "logprobs": 1}
+        _, answer, _ = await router.post("/v1/completions", body)
+        (choice,) = answer["choices"]
+        num_prompt = answer["usage"]["prompt_tokens"]
+        logprobs = choice["logprobs"]
+        assert "".join(logprobs["tokens"]) == choice["text"]
+        assert choice["text"].startswith("Hello youThe")
+        assert logprobs["token_logprobs"] == [None] + [-0.5] * (num_prompt + 2)
+        assert logprobs["top_logprobs"][0] is None
+        assert logprobs["text_offset"][num_prompt] == len("Hello you")
+        streamed = await _events(router, "/v1/completions", {**body, "stream": True})
+        choices = [event["choices"][0] for event in streamed]
+        assert "".join(c["text"] for c in choices) == choice["text"]
+        offsets = [o for c in choices for o in c["logprobs"]["text_offset"]]
+        assert offsets == logprobs["text_offset"]
+
+
 async def test_request_ids_are_echoed_and_made(model: Path) -> None:
     worker = FakeWorker("a1", AGGREGATED, tiny_script(model))
     async with running_router(model, [worker]) as router:

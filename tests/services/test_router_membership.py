@@ -1,0 +1,120 @@
+"""Workers come and go through the registry; silence of Redis changes nothing for who is there."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+
+import pytest
+
+from diptych.clock import SystemClock
+from diptych.config import RedisConfig
+from diptych.embedded_redis import EmbeddedRedis
+from diptych.registry import Heartbeat, Registry, WorkerRecord
+from diptych.services.router.membership import Members, registry_membership
+from diptych.services.router.route import Role
+from diptych.services.router.worker_link import WorkerLink
+from tests.services.fake_worker import DECODE, PREFILL, FakeWorker
+from tests.services.router_fixture import TIMES, until
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    with EmbeddedRedis() as url:
+        yield url
+
+
+def make_members() -> Members:
+    def make_link(address: str, on_change: object) -> WorkerLink:
+        return WorkerLink(
+            address,
+            router_incarnation="r1",
+            clock=SystemClock(),
+            times=TIMES,
+            on_change=on_change,  # type: ignore[arg-type]
+        )
+
+    return Members(make_link, lambda model: model == "tiny")
+
+
+@asynccontextmanager
+async def announced(registry: Registry, worker: FakeWorker) -> AsyncIterator[FakeWorker]:
+    """A worker that serves and tells the registry so."""
+    record = WorkerRecord(
+        worker_id=worker.worker_id,
+        incarnation="i1",
+        role="prefill",
+        address=worker.address,
+        admin_address="",
+        model=worker.model,
+        kv_namespace="ns",
+    )
+    async with Heartbeat(registry, lambda: record):
+        yield worker
+
+
+async def test_links_follow_the_registry(url: str) -> None:
+    config = RedisConfig(
+        redis=url, registry_prefix=os.urandom(4).hex(), heartbeat_s=0.05, liveness_s=0.4
+    )
+    registry, members = Registry(config), make_members()
+    async with (
+        FakeWorker("p1", PREFILL, []) as prefill,
+        FakeWorker("d1", DECODE, []) as decode,
+        FakeWorker("x1", DECODE, [], model="other") as other,
+        registry_membership(members, registry) as watch,
+        announced(registry, prefill),
+        announced(registry, other),
+    ):
+        await until(lambda: members.count() == {Role.PREFILL: 1})
+        assert watch.problem == ""
+        assert members.max_model_len == 1024
+        async with announced(registry, decode):
+            await until(lambda: members.count() == {Role.PREFILL: 1, Role.DECODE: 1})
+        # it has withdrawn, but its stream is open: what it runs may end there
+        await until(lambda: decode.address not in watch_addresses(watch.members))
+        assert members.count()[Role.DECODE] == 1
+        await decode.die()
+        await until(lambda: members.count() == {Role.PREFILL: 1})
+        await until(lambda: decode.address not in {link.address for link in members.links})
+    await registry.close()
+
+
+async def test_workers_stay_while_redis_is_gone() -> None:
+    redis = EmbeddedRedis()
+    config = RedisConfig(redis=redis.start(), heartbeat_s=0.05, liveness_s=0.2)
+    registry, members = Registry(config), make_members()
+    try:
+        async with (
+            FakeWorker("p1", PREFILL, []) as worker,
+            registry_membership(members, registry),
+            announced(registry, worker),
+        ):
+            await until(lambda: members.count() == {Role.PREFILL: 1})
+            redis.kill()
+            await asyncio.sleep(0.5)  # more than its liveness
+            assert members.count() == {Role.PREFILL: 1}
+    finally:
+        redis.stop()
+        await registry.close()
+
+
+def watch_addresses(records: dict[str, WorkerRecord]) -> set[str]:
+    return {record.address for record in records.values()}
+
+
+async def test_a_worker_that_dies_is_lost_and_returns() -> None:
+    members = make_members()
+    async with FakeWorker("p1", PREFILL, []) as worker:
+        await members.set_addresses([worker.address])
+        await until(lambda: members.count() == {Role.PREFILL: 1})
+        await worker.die()
+        await until(lambda: not members.count())
+        await worker.restart()
+        await until(lambda: members.count() == {Role.PREFILL: 1})
+        await members.close()
+        assert members.links == []
