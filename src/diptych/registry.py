@@ -195,6 +195,7 @@ class _Loop:
         self._registry = registry
         self._task: asyncio.Task[None] | None = None
         self._failing = False
+        self._closing = False
         self.ready = False
 
     @property
@@ -212,13 +213,15 @@ class _Loop:
         return self
 
     async def __aexit__(self, *_: object) -> None:
+        self._closing = True
         if self._task is not None:
             self._task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await self._task
 
     async def _run(self) -> None:
-        while True:
+        # the Redis client may swallow a cancellation that comes together with an answer
+        while not self._closing:
             try:
                 await self._step()
             except UnavailableError as error:
@@ -234,7 +237,8 @@ class _Loop:
                     _log.info("Redis answers again")
                 self._failing = False
                 self.ready = True
-            await self._registry.clock.sleep(self._registry.config.heartbeat_s)
+            if not self._closing:
+                await self._registry.clock.sleep(self._registry.config.heartbeat_s)
 
 
 class Heartbeat(_Loop):
