@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import gc
 import logging
+import math
 import time
 from dataclasses import replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -152,8 +154,12 @@ class UniprocExecutor:
         return replace(layout, num_blocks=count)
 
     def _allocate(self) -> Tensor:
-        # zeros: a CPU's pages are taken when first written
-        return torch.zeros(self._layout.shape, dtype=self.dtype, device=self._device)
+        shape = self._layout.shape
+        if self._device.type != "cpu":
+            return torch.zeros(shape, dtype=self.dtype, device=self._device)
+        # numpy's zeros are fresh pages, taken when first written; torch's are written at once
+        num_bytes = math.prod(shape) * self.dtype.itemsize
+        return torch.from_numpy(np.zeros(num_bytes, np.uint8)).view(self.dtype).view(shape)
 
 
 def choose_device(name: str) -> torch.device:
