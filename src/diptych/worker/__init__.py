@@ -1,1 +1,0 @@
-"""The service around one engine: admission, streams to routers, life cycle. No torch."""

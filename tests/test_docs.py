@@ -1,0 +1,33 @@
+"""What the documents name exists."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PATH = re.compile(
+    r"`((?:src|services|kernels|proto|helm|docs|tests|bench|scripts|constraints)/[\w./-]+)`"
+)
+LINK = re.compile(r"\]\((?!https?:|#)([^)#]+)")
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_every_file_that_a_document_names_is_there(document: Path) -> None:
+    text = document.read_text()
+    missing = [name for name in PATH.findall(text) if not (ROOT / name).exists()]
+    missing += [link for link in LINK.findall(text) if not (document.parent / link).exists()]
+
+    assert not missing
+
+
+def test_architecture_names_functions_that_exist() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    pairs = re.findall(r"`((?:src|services)/[\w/]+\.py)`\s+\(`([\w.]+)`", text)
+
+    for name, function in pairs:
+        assert re.search(rf"\b(def|class) {function.split('.')[-1]}\b", (ROOT / name).read_text())
+    assert len(pairs) >= 6
