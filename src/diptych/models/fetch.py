@@ -101,7 +101,8 @@ def _from_hub(model: str, revision: str | None, progress: bool) -> Path:
         )
     except Exception as error:  # the hub's client raises its own, requests' and OS errors
         where = f"{model} (revision {revision})" if revision else model
-        raise ModelLoadError(f"{where} cannot be fetched from the hub: {error}") from error
+        reason = " ".join(str(error).split())
+        raise ModelLoadError(f"{where} cannot be fetched from the hub: {reason}") from error
     return _checked_directory(Path(directory))
 
 
