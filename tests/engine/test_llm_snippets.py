@@ -1,10 +1,15 @@
 """The usual snippets of the field: only the import and the model's name are changed."""
 
+import asyncio
+import runpy
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.tiny_models import make_tiny_model
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -91,3 +96,17 @@ def test_shared_storage(model: str, tmp_path: Path) -> None:
     assert second[0].outputs[0].token_ids == plain[0].outputs[0].token_ids
     assert second[0].num_cached_tokens >= 64
     assert plain[0].num_cached_tokens == 0
+
+
+def test_the_offline_example(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    _example("offline")["main"](model)
+    assert "'The capital of France is' -> " in capsys.readouterr().out
+
+
+def test_the_async_example(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    asyncio.run(_example("offline_async")["main"](model))
+    assert "'The capital of France is' + " in capsys.readouterr().out
+
+
+def _example(name: str) -> dict[str, Any]:
+    return runpy.run_path(str(ROOT / "docs" / "examples" / f"{name}.py"))
