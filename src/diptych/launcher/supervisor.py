@@ -79,6 +79,7 @@ class Supervisor:
         specs = self._specs()
         for spec in specs:
             await self._spawn(spec)
+        self._say(f"starting {', '.join(spec.name for spec in specs)} (engines load the model)")
         async with asyncio.TaskGroup() as group:
             for spec in specs:
                 group.create_task(self._wait_first_ready(spec.name))
