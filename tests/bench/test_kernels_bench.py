@@ -27,8 +27,8 @@ def test_every_case_can_be_called_and_has_a_floor() -> None:
 
     device, ops = torch.device("cpu"), TorchOps()
     cases = [
-        kernels._decode_case(ops, "decode", 2, 100, 16, 1, device),
-        kernels._prefill_case(ops, "prefill", 2, 70, 64, 1, device),
+        kernels._decode_case(ops.paged_decode_attention, "decode", 2, 100, 16, 1, device),
+        kernels._prefill_case(ops.paged_prefill_attention, "prefill", 2, 70, 64, 1, device),
         *kernels._elementwise_cases(ops, 3, device),
     ]
     with torch.inference_mode():

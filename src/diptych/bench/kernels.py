@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import argparse
 import sys
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -24,6 +26,16 @@ HEADS, KV_HEADS, HEAD_DIM, HIDDEN, INNER = 32, 8, 128, 4096, 14336
 DECODES = [(1, 1024), (1, 32768), (8, 8192), (32, 8192), (64, 1024)]
 PREFILLS = [(1, 1024), (1, 8192), (16, 1024)]
 BYTES = 2
+# keys of a tile, warps, stages; and before them the rows of a tile
+DECODE_TILES = [(64, 4, 3), (64, 4, 5), (128, 4, 3), (128, 8, 3), (128, 8, 5), (32, 4, 5)]
+PREFILL_TILES = [
+    (128, 64, 8, 3),
+    (128, 128, 8, 2),
+    (128, 128, 8, 3),
+    (128, 32, 8, 3),
+    (64, 64, 4, 3),
+    (64, 128, 4, 3),
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--num-layers", type=int, default=32, help="layers that share a block of the cache")
     add("--bandwidth-tb-per-s", type=float, default=4.3, help="of the memory, for the floor")
     add("--peak-tflop-per-s", type=float, default=790.0, help="of bfloat16 matmuls, for the floor")
+    add("--tune", action="store_true", help="time attention over tile shapes instead")
     add("--only", default="", help="cases whose name contains this")
     add("--result-dir", type=Path, default=DEFAULT_DIRECTORY, help="folder of the dated record")
 
@@ -71,7 +84,7 @@ def main(args: argparse.Namespace) -> int:
     timings = []
     say(f"{'kernel':44} {'us':>9} {'floor':>9} {'ratio':>6} {'TB/s':>6} {'TFLOP/s':>8}")
     with torch.inference_mode():
-        for case in _cases(select_ops(device, "triton"), device, args):
+        for case in _tune_cases(device, args) if args.tune else _cases(device, args):
             timing = _measure(case, args)
             timings.append(timing)
             say(
@@ -87,7 +100,8 @@ def main(args: argparse.Namespace) -> int:
         },
         "timings": [asdict(timing) for timing in timings],
     }
-    path = write_result("kernels", payload, device=str(device), directory=args.result_dir)
+    name = "kernels-tune" if args.tune else "kernels"
+    path = write_result(name, payload, device=str(device), directory=args.result_dir)
     say(f"wrote {path}")
     return 0
 
@@ -115,21 +129,46 @@ def _measure(case: Case, args: argparse.Namespace) -> Timing:
     )
 
 
-def _cases(ops: Ops, device: torch.device, args: argparse.Namespace) -> Iterator[Case]:
+def _cases(device: torch.device, args: argparse.Namespace) -> Iterator[Case]:
     """One at a time, so that one cache is alive at a time."""
-    for block_size in args.block_size:
+    ops = select_ops(device, "triton")
+    layers = args.num_layers
+    for size in args.block_size:
         for batch, context in DECODES:
-            name = f"decode attention B{batch}@{context} block {block_size}"
+            name = f"decode attention B{batch}@{context} block {size}"
             if args.only in name:
-                yield _decode_case(ops, name, batch, context, block_size, args.num_layers, device)
+                attend = ops.paged_decode_attention
+                yield _decode_case(attend, name, batch, context, size, layers, device)
         for batch, length in PREFILLS:
-            name = f"prefill attention {batch}x{length} block {block_size}"
+            name = f"prefill attention {batch}x{length} block {size}"
             if args.only in name:
-                yield _prefill_case(ops, name, batch, length, block_size, args.num_layers, device)
+                attend = ops.paged_prefill_attention
+                yield _prefill_case(attend, name, batch, length, size, layers, device)
     for tokens in (1, 64, 8192):
         yield from (
             case for case in _elementwise_cases(ops, tokens, device) if args.only in case.name
         )
+
+
+def _tune_cases(device: torch.device, args: argparse.Namespace) -> Iterator[Case]:
+    """Attention over the shapes of tiles that are worth a look."""
+    from diptych.kernels.paged_decode_attention import DecodeTiles, paged_decode_attention
+    from diptych.kernels.paged_prefill_attention import PrefillTiles, paged_prefill_attention
+
+    for size, (batch, context) in itertools.product(args.block_size, DECODES):
+        for tiles, splits in itertools.product(DECODE_TILES, (None, 4, 8, 16)):
+            name = f"decode B{batch}@{context}/{size} {tiles} splits {splits or 'auto'}"
+            if args.only in name:
+                attend = partial(
+                    paged_decode_attention, tiles=DecodeTiles(*tiles), num_splits=splits
+                )
+                yield _decode_case(attend, name, batch, context, size, args.num_layers, device)
+    for size, (batch, length) in itertools.product(args.block_size, PREFILLS):
+        for shape in PREFILL_TILES:
+            name = f"prefill {batch}x{length}/{size} {shape}"
+            if args.only in name:
+                attend = partial(paged_prefill_attention, tiles=PrefillTiles(*shape))
+                yield _prefill_case(attend, name, batch, length, size, args.num_layers, device)
 
 
 def _cache(
@@ -153,7 +192,7 @@ def _random(*shape: int, device: torch.device) -> Tensor:
 
 
 def _decode_case(
-    ops: Ops,
+    attend: Callable[..., Tensor],
     name: str,
     batch: int,
     context: int,
@@ -166,14 +205,20 @@ def _decode_case(
     lengths = torch.full((batch,), context, dtype=torch.int32, device=device)
     return Case(
         name,
-        lambda: ops.paged_decode_attention(q, k, v, tables, lengths, HEAD_DIM**-0.5, 0, context),
+        lambda: attend(q, k, v, tables, lengths, HEAD_DIM**-0.5, 0, context),
         bytes=2.0 * batch * context * KV_HEADS * HEAD_DIM * BYTES,
         flops=4.0 * batch * context * HEADS * HEAD_DIM,
     )
 
 
 def _prefill_case(
-    ops: Ops, name: str, batch: int, length: int, block_size: int, layers: int, device: torch.device
+    attend: Callable[..., Tensor],
+    name: str,
+    batch: int,
+    length: int,
+    block_size: int,
+    layers: int,
+    device: torch.device,
 ) -> Case:
     k, v, tables = _cache(batch, length, block_size, layers, device)
     q = _random(batch * length, HEADS, HEAD_DIM, device=device)
@@ -181,9 +226,7 @@ def _prefill_case(
     starts = torch.arange(0, batch * length + 1, length, dtype=torch.int32, device=device)
     return Case(
         name,
-        lambda: ops.paged_prefill_attention(
-            q, k, v, tables, starts, lengths, HEAD_DIM**-0.5, 0, length
-        ),
+        lambda: attend(q, k, v, tables, starts, lengths, HEAD_DIM**-0.5, 0, length),
         bytes=2.0 * batch * length * (KV_HEADS + HEADS) * HEAD_DIM * BYTES,
         flops=2.0 * batch * length * length * HEADS * HEAD_DIM,
     )
