@@ -8,8 +8,8 @@ on an H200. Times are medians over CUDA-graph replays, so that launching costs n
 from __future__ import annotations
 
 import argparse
-import sys
 import itertools
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -137,13 +137,13 @@ def _cases(device: torch.device, args: argparse.Namespace) -> Iterator[Case]:
         for batch, context in DECODES:
             name = f"decode attention B{batch}@{context} block {size}"
             if args.only in name:
-                attend = ops.paged_decode_attention
-                yield _decode_case(attend, name, batch, context, size, layers, device)
+                decode = ops.paged_decode_attention
+                yield _decode_case(decode, name, batch, context, size, layers, device)
         for batch, length in PREFILLS:
             name = f"prefill attention {batch}x{length} block {size}"
             if args.only in name:
-                attend = ops.paged_prefill_attention
-                yield _prefill_case(attend, name, batch, length, size, layers, device)
+                prefill = ops.paged_prefill_attention
+                yield _prefill_case(prefill, name, batch, length, size, layers, device)
     for tokens in (1, 64, 8192):
         yield from (
             case for case in _elementwise_cases(ops, tokens, device) if args.only in case.name
@@ -159,16 +159,16 @@ def _tune_cases(device: torch.device, args: argparse.Namespace) -> Iterator[Case
         for tiles, splits in itertools.product(DECODE_TILES, (None, 4, 8, 16)):
             name = f"decode B{batch}@{context}/{size} {tiles} splits {splits or 'auto'}"
             if args.only in name:
-                attend = partial(
+                decode = partial(
                     paged_decode_attention, tiles=DecodeTiles(*tiles), num_splits=splits
                 )
-                yield _decode_case(attend, name, batch, context, size, args.num_layers, device)
+                yield _decode_case(decode, name, batch, context, size, args.num_layers, device)
     for size, (batch, length) in itertools.product(args.block_size, PREFILLS):
         for shape in PREFILL_TILES:
             name = f"prefill {batch}x{length}/{size} {shape}"
             if args.only in name:
-                attend = partial(paged_prefill_attention, tiles=PrefillTiles(*shape))
-                yield _prefill_case(attend, name, batch, length, size, args.num_layers, device)
+                prefill = partial(paged_prefill_attention, tiles=PrefillTiles(*shape))
+                yield _prefill_case(prefill, name, batch, length, size, args.num_layers, device)
 
 
 def _cache(
