@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 from typing import Protocol
 
 import torch
@@ -68,10 +69,12 @@ def select_ops(device: torch.device, attention_backend: str = "auto") -> Ops:
             a CPU runs only under its interpreter (`TRITON_INTERPRET=1`).
 
     Raises:
-        ConfigError: Triton was asked for (or implied by the device) and cannot be imported.
+        ConfigError: Triton was asked for (or implied by the device) and cannot run.
     """
     if attention_backend == "auto":
         attention_backend = "triton" if device.type == "cuda" else "torch"
+    if attention_backend == "triton" and device.type == "cpu":
+        _require_interpreter()
     name = {"torch": "torch_ops:TorchOps", "triton": "triton_ops:TritonOps"}[attention_backend]
     module, _, attribute = name.partition(":")
     try:
@@ -82,3 +85,8 @@ def select_ops(device: torch.device, attention_backend: str = "auto") -> Ops:
             "or set attention_backend to torch"
         ) from error
     return ops
+
+
+def _require_interpreter() -> None:
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        raise ConfigError("attention_backend triton needs a GPU; on a CPU use torch")
