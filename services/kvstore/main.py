@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import secrets
 import socket
 import time
@@ -136,10 +137,9 @@ async def _keep_house(
         if not membership.enabled:
             table.take_changes()  # without a directory nobody else does, and they would pile up
         await rpc.set_serving(membership.status().ok)
-        try:
-            await asyncio.wait_for(stop.wait(), _HOUSEKEEPING_S)
-        except TimeoutError:
-            continue
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_HOUSEKEEPING_S):
+                await stop.wait()
 
 
 def _make_table(config: KVStoreConfig, pool_bytes: int) -> ObjectTable:

@@ -31,7 +31,9 @@ class RedisClient:
         try:
             self._redis = redis_asyncio.from_url(
                 config.redis,
-                socket_timeout=timeout_s,
+                # ours is around each call: the client's own goes through `asyncio.wait_for`, which
+                # loses a cancellation that meets the end of a send (CPython before 3.12)
+                socket_timeout=None,
                 socket_connect_timeout=timeout_s,
                 # callers' loops retry; a retry in here would only hide an outage from them
                 retry=Retry(NoBackoff(), 0),
@@ -55,6 +57,8 @@ class RedisClient:
         Raises:
             UnavailableError: no answer in time, or an error in its place.
         """
+        task = asyncio.current_task()
+        cancels = task.cancelling() if task else 0
         try:
             async with asyncio.timeout(self._timeout_s):
                 answer = await script(keys=keys, args=args)
@@ -63,6 +67,8 @@ class RedisClient:
             reason = str(error) or type(error).__name__
             self.problem = f"Redis at {self._where} does not answer: {reason}"
             raise UnavailableError(self.problem) from error
+        if task and task.cancelling() > cancels:
+            raise asyncio.CancelledError  # lost in there; whoever waits for our end would hang
         self.available = True
         self.problem = ""
         return answer

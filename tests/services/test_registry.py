@@ -154,6 +154,24 @@ async def test_membership_is_frozen_while_redis_is_lost_and_grows_again_from_an_
         await other.close()
 
 
+@pytest.mark.anyio
+async def test_a_cancelled_call_ends_whenever_the_cancellation_comes(registry: Registry) -> None:
+    """redis-py can lose a cancellation; a loop that is to stop would then go on for ever."""
+
+    async def forever() -> None:
+        while True:
+            await registry.announce(WORKER)
+
+    for turns in range(150):
+        task = asyncio.create_task(forever())
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        task.cancel()
+        done, _ = await asyncio.wait([task], timeout=1.0)
+        assert done
+        assert task.cancelled()
+
+
 def test_no_redis_configured_is_a_named_error() -> None:
     with pytest.raises(ConfigError, match="--redis"):
         Registry(RedisConfig())
