@@ -148,6 +148,22 @@ def test_a_full_sort_and_a_partial_one_cut_alike() -> None:
         assert both[0] == both[1]
 
 
+@pytest.mark.parametrize("spread", [0.1, 3.0], ids=["flat", "peaked"])
+def test_top_p_over_a_large_vocabulary_is_that_of_a_full_sort(spread: float) -> None:
+    logits = torch.randn(4, 5000, generator=torch.Generator().manual_seed(1)) * spread
+    for top_p in (0.1, 0.5, 0.9, 0.999):
+        rows = Rows(5000)
+        for seed in range(4):
+            rows.add([0], [], seed=seed, top_p=top_p)
+        values, ids = logits.double().softmax(-1).sort(descending=True)
+        kept = values.cumsum(-1) - values < top_p
+        masked = logits.clone().scatter_(1, ids, logits.gather(1, ids).where(kept, -torch.inf))
+        plain = Rows(5000)
+        for seed in range(4):
+            plain.add([0], [], seed=seed)
+        assert rows.sample(logits) == plain.sample(masked)
+
+
 @pytest.mark.parametrize(
     ("params", "expected"),
     [

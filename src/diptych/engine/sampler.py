@@ -163,31 +163,62 @@ def _penalise(logits: Tensor, penalties: Penalties) -> None:
 def _limit(logits: Tensor, rows: RandomRows) -> None:
     """Remove what lies under each limited row's top_k and top_p, in place."""
     vocab = logits.shape[1]
-    partial = min(_PARTIAL_SORT, vocab)
-    by_topk, by_sort = rows.limited_by_topk, rows.limited_by_topp
-    if rows.max_top_k > partial:
-        large = rows.top_k[by_topk] > partial
-        by_sort = by_sort + [r for r, full in zip(by_topk, large.tolist(), strict=True) if full]
-        by_topk = sorted(set(by_topk) - set(by_sort))
-    for members, depth in ((by_topk, min(partial, rows.max_top_k)), (by_sort, vocab)):
-        if not members:
-            continue
-        index = torch.tensor(members, device=logits.device)
-        limited = logits[index]
-        values = limited.topk(depth, dim=-1).values
-        least = _least_kept(values, rows.top_k[index], rows.top_p[index])
-        logits[index] = limited.masked_fill_(limited < least, -torch.inf)
+    depth = min(rows.max_top_k, vocab)
+    by_topk, by_sort = rows.limited_by_topk, []
+    if depth > _PARTIAL_SORT:
+        deep = (rows.top_k[by_topk] > _PARTIAL_SORT).tolist()
+        by_sort = [row for row, is_deep in zip(by_topk, deep, strict=True) if is_deep]
+        by_topk = [row for row, is_deep in zip(by_topk, deep, strict=True) if not is_deep]
+        depth = _PARTIAL_SORT
+    for members, count in ((by_topk, depth), (by_sort, vocab)):
+        if members:
+            index = torch.tensor(members, device=logits.device)
+            values = logits[index].topk(count).values
+            least = _least_kept(values, rows.top_k[index, None], rows.top_p[index, None])
+            _remove_below(logits, index, least)
+    if rows.limited_by_topp:
+        index = torch.tensor(rows.limited_by_topp, device=logits.device)
+        _remove_below(logits, index, _least_by_topp(logits[index], rows.top_p[index, None]))
+
+
+def _remove_below(logits: Tensor, index: Tensor, least: Tensor) -> None:
+    rows = logits[index]
+    logits[index] = rows.masked_fill_(rows < least, -torch.inf)
 
 
 def _least_kept(values: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-    """`[P, 1]`: the smallest logit that top_k, then top_p, keep. values `[P, d]`, descending."""
-    depth = values.shape[1]
-    k = torch.where(top_k > 0, top_k, depth)[:, None]
-    at = torch.arange(depth, device=values.device)
+    """`[P, 1]`: the smallest logit that top_k, then top_p, keep.
+
+    values `[P, d]` is descending; top_k `[P, 1]` is at most d; top_p `[P, 1]`.
+    """
+    at = torch.arange(values.shape[1], device=values.device)
     # double: the sum must not depend on how many zeros stand behind the k
-    weights = (values - values[:, :1]).double().exp().masked_fill_(at >= k, 0.0)
+    weights = (values - values[:, :1]).double().exp().masked_fill_(at >= top_k, 0.0)
     sums = weights.cumsum(-1)
-    p = top_p[:, None]
-    kept = (at < k) & ((sums - weights < p * sums[:, -1:]) | (p >= 1.0))
-    last = kept.sum(-1, keepdim=True).clamp_(min=1) - 1
-    return values.gather(1, last)
+    kept = (at < top_k) & ((sums - weights < top_p * sums[:, -1:]) | (top_p >= 1.0))
+    return values.gather(1, kept.sum(-1, keepdim=True).clamp_(min=1) - 1)
+
+
+def _least_by_topp(logits: Tensor, top_p: Tensor) -> Tensor:
+    """`[P, 1]`: the smallest logit that top_p keeps of each row of `[P, V]`.
+
+    A CPU takes 3 ms to sort 49,152 logits, so it looks for p among the most likely ones first.
+    """
+    if logits.device.type != "cpu" or logits.shape[1] <= _PARTIAL_SORT:
+        return _least_in(logits.sort(descending=True).values, logits, top_p)[0]
+    least, found = _least_in(logits.topk(_PARTIAL_SORT).values, logits, top_p)
+    if not bool(found.all()):
+        rest = (~found).nonzero()[:, 0]
+        flat = logits[rest]
+        least[rest] = _least_in(flat.sort(descending=True).values, flat, top_p[rest])[0]
+    return least
+
+
+def _least_in(values: Tensor, logits: Tensor, top_p: Tensor) -> tuple[Tensor, Tensor]:
+    """The smallest logit kept, `[P, 1]`, and whether the largest, `values`, reach p, `[P]`."""
+    most = values[:, :1]
+    wanted = top_p * (logits - most).double().exp().sum(-1, keepdim=True)
+    weights = (values - most).double().exp()
+    sums = weights.cumsum(-1)
+    kept = (sums - weights < wanted).sum(-1, keepdim=True).clamp_(min=1)
+    return values.gather(1, kept - 1), sums[:, -1] >= wanted[:, 0]
