@@ -4,22 +4,27 @@ from __future__ import annotations
 
 import gc
 import logging
-import math
 import time
 from dataclasses import replace
 
-import numpy as np
 import torch
-from torch import Tensor
 
 from diptych.config import EngineConfig
 from diptych.connectors.base import KVConnectorWorker, KVLayout
+from diptych.engine.device import (
+    choose_device,
+    choose_dtype,
+    choose_max_model_len,
+    dtype_name,
+    set_up,
+    with_device_defaults,
+)
 from diptych.engine.input_batch import InputBatch
-from diptych.engine.kv_budget import cpu_kv_bytes, gpu_kv_bytes, num_kv_blocks
+from diptych.engine.kv_cache import allocate, cpu_kv_bytes, gpu_kv_bytes, num_kv_blocks
 from diptych.engine.runner import ModelRunner
 from diptych.engine.step import ModelRunnerOutput, SchedulerOutput
 from diptych.engine.warm_up import peak_memory, warm_up
-from diptych.errors import ConfigError, EngineError, ModelLoadError
+from diptych.errors import EngineError, ModelLoadError
 from diptych.kernels.dispatch import Ops, select_ops
 from diptych.models.config import ModelConfig
 from diptych.models.fetch import resolve_model
@@ -28,8 +33,6 @@ from diptych.models.loader import DummyWeights, SafetensorsWeights, weight_files
 from diptych.models.manifest import kv_namespace
 
 _log = logging.getLogger(__name__)
-
-_DTYPES = ("float32", "bfloat16", "float16")
 
 
 class UniprocExecutor:
@@ -41,36 +44,20 @@ class UniprocExecutor:
     """
 
     def __init__(self, config: EngineConfig, connector: KVConnectorWorker | None = None) -> None:
+        started = time.monotonic()
         self._connector = connector
-        if config.num_threads is not None:
-            torch.set_num_threads(config.num_threads)
         self._device = choose_device(config.device)
+        set_up(config, self._device)
         self.model_config = ModelConfig.from_directory(resolve_model(config.model, config.revision))
         self.dtype = choose_dtype(config.dtype, self.model_config, self._device)
         self.max_model_len = choose_max_model_len(config, self.model_config)
         self._config = replace(
-            _with_device_defaults(config, self._device), max_model_len=self.max_model_len
+            with_device_defaults(config, self._device), max_model_len=self.max_model_len
         )
-        if self._device.type == "cuda":
-            torch.cuda.set_device(self._device)
-            torch.set_float32_matmul_precision("highest")  # no TF32: float32 means float32
-        started = time.monotonic()
         self._namespace = self._digest()
-        ops = select_ops(self._device, config.attention_backend)
-        model = self._load_model(ops)
+        model = self._load_model(select_ops(self._device, config.attention_backend))
         self._layout = self._size_kv_cache(model)
-        kv_cache = self._allocate()
-        batch = InputBatch(
-            self._config.max_num_seqs or 1,
-            self.max_model_len,
-            self._layout.block_size,
-            self.model_config.vocab_size,
-            self._device,
-        )
-        warm_up(model, kv_cache, self._layout, self.max_model_len)
-        self._runner: ModelRunner | None = ModelRunner(
-            model, kv_cache, self._layout, batch, connector
-        )
+        self._runner: ModelRunner | None = self._make_runner(model)
         _log.info(
             "loaded %s (%s) on %s in %.1f s: %d KV blocks of %d tokens",
             self.model_config.path.name,
@@ -153,72 +140,14 @@ class UniprocExecutor:
         count = num_kv_blocks(self._config, layout, self.max_model_len, *budget)
         return replace(layout, num_blocks=count)
 
-    def _allocate(self) -> Tensor:
-        shape = self._layout.shape
-        if self._device.type != "cpu":
-            return torch.zeros(shape, dtype=self.dtype, device=self._device)
-        # numpy's zeros are fresh pages, taken when first written; torch's are written at once
-        num_bytes = math.prod(shape) * self.dtype.itemsize
-        return torch.from_numpy(np.zeros(num_bytes, np.uint8)).view(self.dtype).view(shape)
-
-
-def choose_device(name: str) -> torch.device:
-    """The device of `auto`, `cpu`, `cuda` or `cuda:N`.
-
-    Raises:
-        ConfigError: it is not there.
-    """
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    device = torch.device(name)
-    if device.type == "cuda":
-        count = torch.cuda.device_count()
-        if (device.index or 0) >= count:
-            raise ConfigError(f"device {name} was asked for, but torch sees {count} GPUs")
-        device = torch.device("cuda", device.index or 0)
-    return device
-
-
-def choose_dtype(name: str, model: ModelConfig, device: torch.device) -> torch.dtype:
-    """The type to compute in: as asked for; `auto` is the model's on GPUs, float32 on CPUs.
-
-    Raises:
-        ModelLoadError: the model's own type is not supported.
-    """
-    if model.dtype not in _DTYPES:
-        raise ModelLoadError(
-            f"dtype {model.dtype} of {model.path} is not supported; "
-            f"supported are {', '.join(_DTYPES)}"
+    def _make_runner(self, model: Decoder) -> ModelRunner:
+        kv_cache = allocate(self._layout, self._device)
+        warm_up(model, kv_cache, self._layout, self.max_model_len)
+        batch = InputBatch(
+            self._config.max_num_seqs or 1,
+            self.max_model_len,
+            self._layout.block_size,
+            self.model_config.vocab_size,
+            self._device,
         )
-    if name == "auto":
-        name = model.dtype if device.type == "cuda" else "float32"
-    dtype: torch.dtype = getattr(torch, name)
-    return dtype
-
-
-def choose_max_model_len(config: EngineConfig, model: ModelConfig) -> int:
-    """The longest prompt plus output.
-
-    Raises:
-        ConfigError: more was asked for than the model's positions.
-    """
-    wanted = config.max_model_len or model.max_position
-    if wanted > model.max_position:
-        raise ConfigError(
-            f"max_model_len {wanted} is more than the {model.max_position} positions of the model"
-        )
-    return wanted
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def _with_device_defaults(config: EngineConfig, device: torch.device) -> EngineConfig:
-    gpu = device.type == "cuda"
-    return replace(
-        config,
-        block_size=config.block_size or (64 if gpu else 16),
-        max_num_batched_tokens=config.max_num_batched_tokens or (8192 if gpu else 2048),
-        max_num_seqs=config.max_num_seqs or (256 if gpu else 64),
-    )
+        return ModelRunner(model, kv_cache, self._layout, batch, self._connector)

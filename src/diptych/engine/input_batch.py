@@ -7,15 +7,15 @@ worked out over rows at once, with no loop over requests.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from diptych.engine.sampling_rows import SamplingRows
 from diptych.engine.step import NewRequest, RunningRequest, SchedulerOutput
+from diptych.engine.to_device import to_device
 from diptych.models.layers import ForwardBatch
 
 Int32Array = NDArray[np.int32]
@@ -62,7 +62,6 @@ class InputBatch:
     ) -> None:
         self._block_size = block_size
         self._device = device
-        self._pinned = device.type == "cuda"
         self._free_rows = list(reversed(range(max_num_seqs)))
         self._row_of: dict[str, int] = {}
         blocks = -(-max_model_len // block_size) + 1
@@ -101,6 +100,7 @@ class InputBatch:
 
     def forward_batch(self, step: StepRows) -> ForwardBatch:
         """The step's tensors on the device."""
+        put = partial(to_device, device=self._device)
         counts = step.end - step.first
         total = int(step.starts[-1])
         rows = np.repeat(step.rows, counts)
@@ -110,12 +110,12 @@ class InputBatch:
         max_seq_len = int(step.end.max())
         width = -(-max_seq_len // self._block_size)
         return ForwardBatch(
-            input_ids=self._put(self.token_ids[rows, positions].astype(np.int64)),
-            positions=self._put(positions),
-            slot_mapping=self._put(slots),
-            query_start_loc=self._put(step.starts.astype(np.int32)),
-            seq_lens=self._put(step.end.astype(np.int32)),
-            block_tables=self._put(self._block_tables[step.rows, :width]),
+            input_ids=put(self.token_ids[rows, positions].astype(np.int64)),
+            positions=put(positions),
+            slot_mapping=put(slots),
+            query_start_loc=put(step.starts.astype(np.int32)),
+            seq_lens=put(step.end.astype(np.int32)),
+            block_tables=put(self._block_tables[step.rows, :width]),
             max_query_len=int(counts.max()),
             max_seq_len=max_seq_len,
         )
@@ -157,9 +157,3 @@ class InputBatch:
         if row is not None:
             self._free_rows.append(row)
             self.sampling.clear(row)
-
-    def _put(self, array: NDArray[Any]) -> Tensor:
-        tensor = torch.from_numpy(array)
-        if self._pinned:
-            tensor = tensor.pin_memory()
-        return tensor.to(self._device, non_blocking=True)

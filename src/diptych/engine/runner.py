@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from diptych.connectors.base import KVConnectorMetadata, KVConnectorWorker, KVLayout
@@ -14,6 +15,7 @@ from diptych.engine.request import TokenLogprobs
 from diptych.engine.sampler import sample
 from diptych.engine.sampling_rows import NO_LOGPROBS, RowTokens
 from diptych.engine.step import ModelRunnerOutput, SchedulerOutput
+from diptych.engine.to_device import to_device
 from diptych.models.layers import KVView
 from diptych.models.llama import Decoder
 
@@ -41,6 +43,7 @@ class ModelRunner:
         self._batch = batch
         self._connector = connector
         self._device = kv_cache.device
+        self._put = partial(to_device, device=kv_cache.device)
         if connector is not None:
             connector.register_kv_caches(kv_cache, layout)
 
@@ -127,6 +130,3 @@ class ModelRunner:
         finished = self._connector.get_finished()
         if not finished.empty:
             output.kv_connector_output = finished
-
-    def _put(self, array: NDArray[np.int64]) -> Tensor:
-        return torch.from_numpy(array).to(self._device, non_blocking=True)

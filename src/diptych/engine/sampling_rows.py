@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import zlib
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from diptych.engine.sampler import Constraint, Penalties, RandomRows, SamplingBatch
 from diptych.engine.step import NewRequest
+from diptych.engine.to_device import to_device
 
 NO_LOGPROBS = -2
 _TEMPERATURE, _TOP_P, _MIN_P, _PRESENCE, _FREQUENCY, _REPETITION = range(6)
@@ -49,6 +50,7 @@ class SamplingRows:
     def __init__(self, max_num_seqs: int, vocab_size: int, device: torch.device) -> None:
         self._vocab_size = vocab_size
         self._device = device
+        self._put = partial(to_device, device=device)
         self._floats = np.tile(np.array(_NEUTRAL, np.float32), (max_num_seqs, 1))
         self._ints = np.zeros((max_num_seqs, 2), np.int64)
         # on a CPU the row tensors are the host's arrays
@@ -161,9 +163,6 @@ class SamplingRows:
             frequency=values[:, 1:2],
             repetition=values[:, 2:3],
         )
-
-    def _put(self, array: NDArray[np.generic]) -> Tensor:
-        return torch.from_numpy(array).to(self._device, non_blocking=True)
 
 
 def _width(count: int | None, vocab_size: int) -> int:

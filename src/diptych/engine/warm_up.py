@@ -7,6 +7,7 @@ from torch import Tensor
 
 from diptych.config import EngineConfig
 from diptych.connectors.base import KVLayout
+from diptych.engine.kv_cache import allocate
 from diptych.engine.sampler import RandomRows, SamplingBatch, sample
 from diptych.models.layers import ForwardBatch, KVView
 from diptych.models.llama import Decoder
@@ -36,7 +37,7 @@ def peak_memory(
     """Bytes of GPU memory at the peak of the largest step, weights included, KV cache not."""
     tokens, most = config.max_num_batched_tokens or 1, config.max_num_seqs or 1
     each = min(tokens, max_model_len)
-    cache = torch.zeros(layout.shape, dtype=getattr(torch, layout.dtype), device=device)
+    cache = allocate(layout, device)
     torch.cuda.reset_peak_memory_stats(device)
     _run(model, cache, layout, max(tokens // each, 1), each, most)
     torch.cuda.synchronize(device)

@@ -1,8 +1,12 @@
-"""How many KV blocks fit."""
+"""The KV cache: how many blocks fit, and their memory."""
 
 from __future__ import annotations
 
+import math
+
+import numpy as np
 import torch
+from torch import Tensor
 
 from diptych.config import GIB, MIB, EngineConfig
 from diptych.connectors.base import KVLayout
@@ -14,8 +18,22 @@ _GPU_OVERHEAD_BYTES = 768 * MIB
 
 def block_bytes(layout: KVLayout) -> int:
     """Bytes of one block over all layers."""
-    item = torch.empty(0, dtype=getattr(torch, layout.dtype)).element_size()
-    return 2 * layout.num_kv_heads * layout.num_layers * layout.block_size * layout.head_dim * item
+    return math.prod(layout.shape[1:]) * torch_dtype(layout).itemsize
+
+
+def torch_dtype(layout: KVLayout) -> torch.dtype:
+    dtype: torch.dtype = getattr(torch, layout.dtype)
+    return dtype
+
+
+def allocate(layout: KVLayout, device: torch.device) -> Tensor:
+    """The cache, `layout.shape`, zero."""
+    dtype = torch_dtype(layout)
+    if device.type != "cpu":
+        return torch.zeros(layout.shape, dtype=dtype, device=device)
+    # numpy's zeros are fresh pages, taken when first written; torch's are written at once
+    raw = np.zeros(layout.num_blocks * block_bytes(layout), np.uint8)
+    return torch.from_numpy(raw).view(dtype).view(layout.shape)
 
 
 def cpu_kv_bytes(config: EngineConfig) -> tuple[int, str]:

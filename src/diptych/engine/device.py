@@ -1,0 +1,85 @@
+"""What depends on the device: which one, which type, which defaults."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from diptych.config import EngineConfig
+from diptych.errors import ConfigError, ModelLoadError
+from diptych.models.config import ModelConfig
+
+_DTYPES = ("float32", "bfloat16", "float16")
+
+
+def choose_device(name: str) -> torch.device:
+    """The device of `auto`, `cpu`, `cuda` or `cuda:N`.
+
+    Raises:
+        ConfigError: it is not there.
+    """
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    device = torch.device(name)
+    if device.type == "cuda":
+        count = torch.cuda.device_count()
+        if (device.index or 0) >= count:
+            raise ConfigError(f"device {name} was asked for, but torch sees {count} GPUs")
+        device = torch.device("cuda", device.index or 0)
+    return device
+
+
+def choose_dtype(name: str, model: ModelConfig, device: torch.device) -> torch.dtype:
+    """The type to compute in: as asked for; `auto` is the model's on GPUs, float32 on CPUs.
+
+    Raises:
+        ModelLoadError: the model's own type is not supported.
+    """
+    if model.dtype not in _DTYPES:
+        raise ModelLoadError(
+            f"dtype {model.dtype} of {model.path} is not supported; "
+            f"supported are {', '.join(_DTYPES)}"
+        )
+    if name == "auto":
+        name = model.dtype if device.type == "cuda" else "float32"
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
+
+
+def choose_max_model_len(config: EngineConfig, model: ModelConfig) -> int:
+    """The longest prompt plus output.
+
+    Raises:
+        ConfigError: more was asked for than the model's positions.
+    """
+    wanted = config.max_model_len or model.max_position
+    if wanted > model.max_position:
+        raise ConfigError(
+            f"max_model_len {wanted} is more than the {model.max_position} positions of the model"
+        )
+    return wanted
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def set_up(config: EngineConfig, device: torch.device) -> None:
+    """Make the device current, and give torch its threads and its precision."""
+    if config.num_threads is not None:
+        torch.set_num_threads(config.num_threads)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        torch.set_float32_matmul_precision("highest")  # no TF32: float32 means float32
+
+
+def with_device_defaults(config: EngineConfig, device: torch.device) -> EngineConfig:
+    """Block size and batch limits filled in."""
+    gpu = device.type == "cuda"
+    return replace(
+        config,
+        block_size=config.block_size or (64 if gpu else 16),
+        max_num_batched_tokens=config.max_num_batched_tokens or (8192 if gpu else 2048),
+        max_num_seqs=config.max_num_seqs or (256 if gpu else 64),
+    )
