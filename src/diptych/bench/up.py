@@ -19,6 +19,7 @@ from pathlib import Path
 
 from diptych.bench.report import write_result
 from diptych.errors import UnavailableError
+from diptych.launcher.plan import Machine
 
 _POLL_S = 0.1
 _QUESTION = "What is the capital of France?"
@@ -64,7 +65,8 @@ def main(args: argparse.Namespace) -> int:
         sys.stdout.write(f"{name:18} {figures[name]}\n")
     for name in ("pss_idle_bytes", "pss_peak_bytes"):
         sys.stdout.write(f"{name:18} {figures[name]} ({int(str(figures[name])) / 1e9:.2f} GB)\n")
-    path = write_result("up", figures, directory=args.result_dir)
+    device = "cuda" if Machine.here().num_gpus else "cpu"
+    path = write_result("up", figures, device=device, directory=args.result_dir)
     sys.stdout.write(f"{path}\n")
     return 0
 
