@@ -1,4 +1,5 @@
 import json
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -81,3 +82,16 @@ def test_many_threads_get_the_same_ids(directory: Path) -> None:
     texts = [f"the capital number {i} 🔬" for i in range(64)]
     with ThreadPoolExecutor(8) as pool:
         assert list(pool.map(tokenizer.encode, texts)) == [tokenizer.encode(t) for t in texts]
+
+
+def test_a_long_prompt_lets_other_threads_run(directory: Path) -> None:
+    tokenizer = Tokenizer.from_directory(directory)
+    text = "the capital of France is Paris, " * 40_000
+    with ThreadPoolExecutor(1) as pool:
+        encoding = pool.submit(tokenizer.encode, text)
+        beats = 0
+        while not encoding.done():
+            time.sleep(0.001)
+            beats += 1
+        assert len(encoding.result()) > 100_000
+    assert beats > 20

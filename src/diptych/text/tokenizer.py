@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,9 @@ import tokenizers
 
 from diptych.errors import InvalidRequestError, ModelLoadError
 from diptych.text.token_bytes import TokenBytes, is_bytewise, token_bytes_of
+
+# batches here have one text: no thread pool, and no warning when the process forks
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
 class Tokenizer:
@@ -62,11 +66,13 @@ class Tokenizer:
             InvalidRequestError: the text has code points that UTF-8 cannot hold (lone surrogates).
         """
         try:
-            ids: list[int] = self._inner.encode(text, add_special_tokens=add_special_tokens).ids
+            # the batch form lets other threads run meanwhile; `encode` holds the GIL
+            batch = self._inner.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         except (UnicodeEncodeError, TypeError) as error:
             raise InvalidRequestError("the prompt is not valid UTF-8 text", param="prompt") from (
                 error
             )
+        ids: list[int] = batch[0].ids
         return self._with_ends(ids) if add_special_tokens else ids
 
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool = True) -> str:
