@@ -1,6 +1,8 @@
 """The store as its users meet it: a node in a process of its own, and clients that talk to it."""
 
+import contextlib
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -10,7 +12,6 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from subprocess import PIPE
@@ -68,10 +69,13 @@ class Node:
 
 
 def free_ports(count: int) -> list[int]:
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [s.getsockname()[1] for s in sockets]
-    for s in sockets:
-        s.close()
+    """Ports below the range from which the kernel deals them out, so that nobody is dealt one
+    between here and the node's start."""
+    ports: list[int] = []
+    while len(ports) < count:
+        port = random.randrange(12_000, 32_000)
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            ports.append(port)
     return ports
 
 
@@ -86,7 +90,7 @@ def start_node(
     )
 
 
-@contextmanager
+@contextlib.contextmanager
 def running_node(
     ports: Sequence[int] = (), redis: dict[str, object] | None = None, **store: object
 ) -> Iterator[Node]:
