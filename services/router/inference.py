@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
@@ -68,6 +69,8 @@ class Inference:
         self._max_in_flight = max_in_flight
         self._timeout_s = timeout_s
         self._num_in_flight = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
         self._threads = ThreadPoolExecutor(_TOKENISER_THREADS, "tokenise")
 
     @property
@@ -109,6 +112,7 @@ class Inference:
         """
         self.check_capacity(1)
         self._num_in_flight += 1
+        self._idle.clear()
         self._metrics.num_running.inc()
         started = self._clock.monotonic()
         try:
@@ -121,7 +125,16 @@ class Inference:
             raise
         finally:
             self._num_in_flight -= 1
+            if not self._num_in_flight:
+                self._idle.set()
             self._metrics.num_running.dec()
+
+    async def wait_idle(self, timeout_s: float) -> int:
+        """Wait until no request is under way, at most so long; returns how many are."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._idle.wait()
+        return self._num_in_flight
 
     async def close(self) -> None:
         """Stop the tokeniser threads."""

@@ -142,6 +142,7 @@ async def serve(
         gateway = Gateway(inference, served, readiness, router.max_body_bytes)
         port = await stack.enter_async_context(_http(gateway.application(), router))
         await rpc.set_serving(True)
+        stack.push_async_callback(_drain, inference, readiness, router.drain_s)
         if background is not None:
             parts = RouterParts(routing.members, inference, routing.metrics.registry, clock)
             stack.push_async_callback(_end, background(parts))
@@ -196,13 +197,17 @@ class _Routing:
 
 
 class _Readiness:
-    """Ready once the model's files are read, the registry has answered, and a path is complete."""
+    """Ready once the model's files are read, the registry has answered, and a path is complete;
+    not any more once the router drains."""
 
     def __init__(self) -> None:
         self.inference: Inference | None = None
         self.watch: Watch[WorkerRecord] | None = None
+        self.draining = False
 
     def __call__(self) -> Status:
+        if self.draining:
+            return Status(False, "draining")
         if self.inference is None:
             return Status(False, "the model's files are being read")
         if self.watch is not None and self.watch.problem:
@@ -261,6 +266,14 @@ async def _http(app: web.Application, router: RouterConfig) -> AsyncIterator[int
         yield int(runner.addresses[0][1])
     finally:
         await runner.cleanup()
+
+
+async def _drain(inference: Inference, readiness: _Readiness, drain_s: float) -> None:
+    """Let requests under way end; what comes in meanwhile is still served."""
+    readiness.draining = True
+    left = await inference.wait_idle(drain_s)
+    if left:
+        logger.warning("%d requests did not end in %.0f s and are cut", left, drain_s)
 
 
 async def _end(task: asyncio.Task[None]) -> None:

@@ -168,6 +168,7 @@ class RouterConfig:
     max_in_flight: int = _flag(2048, "requests beyond which new ones get 429")
     request_timeout_s: float = _flag(600.0, "deadline of a request")
     first_token_timeout_s: float = _flag(120.0, "seconds to token 1 before another worker is tried")
+    drain_s: float = _flag(30.0, "seconds that SIGTERM waits for requests under way")
     ticket_keys: str | None = _flag(None, "file with ticket signing keys; drawn if absent")
     api_keys: str | None = _flag(
         None, "file with API keys, one `name:key` a line; none: no keys needed"

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import grpc
 import pytest
 
@@ -273,3 +275,21 @@ async def test_load_spreads_over_equal_workers(model: Path) -> None:
         for worker in workers:
             worker.resume.set()
         assert [text for text, _, _ in await asyncio.gather(*asking)] == [ANSWER] * 9
+
+
+@pytest.mark.parametrize("drain_s", [10.0, 0.0])
+async def test_a_router_that_stops_lets_streams_end_for_as_long_as_it_may(
+    model: Path, drain_s: float
+) -> None:
+    script = tiny_script(model)
+    prefill, decode = FakeWorker("p1", PREFILL, script), FakeWorker("d1", DECODE, script)
+    decode.pause_at = 6
+    async with aiohttp.ClientSession() as session:
+        async with running_router(model, [prefill, decode], drain_s=drain_s) as router:
+            client = dataclasses.replace(router, session=session)
+            reading = asyncio.create_task(read_stream(client))
+            await until(lambda: decode.submits)
+            if drain_s:
+                asyncio.get_running_loop().call_later(0.2, decode.resume.set)
+        [outcome] = await asyncio.gather(reading, return_exceptions=True)
+        assert (outcome == (ANSWER, script, [])) is (drain_s > 0)

@@ -105,7 +105,8 @@ def router_spec(
 ) -> ProcessSpec:
     """The router; `workers` are static addresses where there is no registry."""
     router = dataclasses.asdict(settings["router"])
-    router.update(admin_port=admin_port, ticket_keys=ticket_keys)
+    # on one machine nobody takes over from the router: Ctrl-C ends at once
+    router.update(admin_port=admin_port, ticket_keys=ticket_keys, drain_s=0.0)
     if workers:
         router["workers"] = workers
     planner = dataclasses.asdict(settings["planner"])
