@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import ssl
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -80,14 +82,15 @@ class KubernetesScaler:
     """GET and PATCH of `scale` subresources, nothing else: a 403 or 404 never widens what is tried.
 
     `url`, `token_file` and `ca_file` default to those of the pod. The token is read again for every
-    call, because the projected file rotates.
+    call, because the projected file rotates. `scale` is compare-and-swap against the last
+    `replicas`: whatever changed the object in between wins, and the next decision starts from it.
     """
 
     def __init__(
         self,
         config: PlannerConfig,
         *,
-        url: str = "https://kubernetes.default.svc",
+        url: str | None = None,
         token_file: Path = _SERVICE_ACCOUNT / "token",
         ca_file: Path | None = _SERVICE_ACCOUNT / "ca.crt",
     ) -> None:
@@ -96,23 +99,22 @@ class KubernetesScaler:
             "prefill": scale_path(config.prefill_target, namespace),
             "decode": scale_path(config.decode_target, namespace),
         }
-        self._url = url.rstrip("/")
+        self._url = (url or api_server(os.environ)).rstrip("/")
         self._token_file = token_file
         self._ca_file = ca_file
+        self._versions: dict[str, str] = {}
         self._session: aiohttp.ClientSession | None = None
 
     async def replicas(self, pool: str) -> int:
         scale = await self._call("GET", pool)
+        self._versions[pool] = scale["metadata"]["resourceVersion"]
         return int(scale.get("spec", {}).get("replicas", 0))
 
     async def scale(self, pool: str, replicas: int) -> None:
-        # The version makes it compare-and-swap: somebody else's change in between is a 409, and
-        # the next decision starts from what they set.
-        scale = await self._call("GET", pool)
-        body = {
-            "metadata": {"resourceVersion": scale["metadata"]["resourceVersion"]},
-            "spec": {"replicas": replicas},
-        }
+        if pool not in self._versions:
+            await self.replicas(pool)
+        version = self._versions.pop(pool)
+        body = {"metadata": {"resourceVersion": version}, "spec": {"replicas": replicas}}
         await self._call("PATCH", pool, body)
 
     async def close(self) -> None:
@@ -167,6 +169,15 @@ def make_scaler(config: PlannerConfig) -> Scaler:
             raise ConfigError("the local scaler needs the launcher: use `diptych up --autoscale`")
         return LocalScaler(config.supervisor)
     raise ConfigError(f"scaler must be local or kubernetes, not {config.scaler!r}")
+
+
+def api_server(environment: Mapping[str, str]) -> str:
+    """URL of the API server as a pod is told it; by its name in the cluster's DNS if it is not."""
+    host = environment.get("KUBERNETES_SERVICE_HOST")
+    if not host:
+        return "https://kubernetes.default.svc"
+    host = f"[{host}]" if ":" in host else host
+    return f"https://{host}:{environment.get('KUBERNETES_SERVICE_PORT', '443')}"
 
 
 def scale_path(target: str, namespace: str) -> str:

@@ -17,7 +17,7 @@ from diptych.config import PlannerConfig
 from diptych.errors import ConfigError, UnavailableError
 from diptych.services.router.planner import PoolLoad
 from diptych.services.router.planner_loop import PlannerLoop
-from diptych.services.router.scalers import KubernetesScaler, LocalScaler, scale_path
+from diptych.services.router.scalers import KubernetesScaler, LocalScaler, api_server, scale_path
 
 pytestmark = pytest.mark.anyio
 
@@ -28,7 +28,6 @@ class FakeApiServer:
     def __init__(self) -> None:
         self.replicas = {"diptych-prefill": 1, "diptych-decode": 1}
         self.version = 1
-        self.interfere = False
         self.refuse = 0
         self.app = web.Application()
         path = "/apis/apps/v1/namespaces/ns/deployments/{name}/scale"
@@ -42,8 +41,6 @@ class FakeApiServer:
     async def patch(self, request: web.Request) -> web.Response:
         assert request.content_type == "application/merge-patch+json"
         body = json.loads(await request.text())
-        if self.interfere:
-            self.version += 1
         if body["metadata"]["resourceVersion"] != str(self.version):
             return web.json_response({"message": "the object has been modified"}, status=409)
         self.replicas[request.match_info["name"]] = body["spec"]["replicas"]
@@ -84,15 +81,26 @@ async def test_kubernetes_scales_by_the_subresource(
     assert await scaler.replicas("decode") == 3
 
 
-async def test_somebody_elses_change_is_never_overwritten(
+async def test_somebody_elses_change_since_the_decision_is_never_overwritten(
     api: tuple[FakeApiServer, KubernetesScaler],
 ) -> None:
     fake, scaler = api
-    fake.interfere = True
+    assert await scaler.replicas("decode") == 1
+    fake.version += 1
 
     with pytest.raises(UnavailableError, match="409 the object has been modified"):
         await scaler.scale("decode", 3)
     assert fake.replicas["diptych-decode"] == 1
+
+    await scaler.scale("decode", 3)
+    assert fake.replicas["diptych-decode"] == 3
+
+
+def test_a_pod_is_told_where_the_api_server_is() -> None:
+    assert api_server({}) == "https://kubernetes.default.svc"
+    told = {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "KUBERNETES_SERVICE_PORT": "6443"}
+    assert api_server(told) == "https://10.0.0.1:6443"
+    assert api_server({"KUBERNETES_SERVICE_HOST": "fd00::1"}) == "https://[fd00::1]:443"
 
 
 async def test_a_refusal_names_the_path_and_the_reason(
