@@ -22,7 +22,7 @@ import pytest
 
 from diptych.config import KVStoreConfig
 from diptych.connectors.store_client import GetResult, Outcome, PutItem, PutResult, StoreClient
-from diptych.connectors.store_wire import ANSWER, FRAME, READ, WELCOME, WRITE, hello
+from diptych.connectors.store_wire import ANSWER, FRAME, READ, WELCOME, WRITE, boot_id, hello
 from diptych.embedded_redis import EmbeddedRedis
 from diptych.errors import ConfigError, TransferError
 from diptych.proto import kvstore_pb2 as pb
@@ -181,6 +181,27 @@ def test_memory_and_stream_show_the_same_bytes(node: Node) -> None:
     assert get(memory, list(second))[1][0] == next(iter(second.values()))
     memory.close()
     stream.close()
+
+
+def test_a_client_of_the_same_host_that_cannot_see_the_socket_takes_the_stream(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two containers on one machine share the kernel's boot id but not their files."""
+    folder = tmp_path / "node"
+    folder.mkdir()
+    monkeypatch.setenv("TMPDIR", str(folder))
+    with running_node() as node:
+        store = control(node).GetNode(pb.GetNodeRequest())
+        assert Path(store.memory_socket).is_relative_to(folder)
+        assert store.boot_id == boot_id()
+        folder.rename(tmp_path / "elsewhere")
+        client = StoreClient(node.address)
+        name, data = key(), os.urandom(100_000)
+
+        assert [r.outcome for r in put(client, {name: data})] == [Outcome.OK]
+        assert get(client, [name])[1] == {0: data}
+        assert "diptych:kvstore_stream_sent_bytes_total 100000.0" in node.get("/metrics")[1]
+        client.close()
 
 
 def test_an_object_that_exists_is_not_written_again(client: StoreClient) -> None:
