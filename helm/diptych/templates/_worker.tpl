@@ -23,7 +23,7 @@ spec:
   replicas: {{ $values.replicas }}
   {{- end }}
   progressDeadlineSeconds: {{ add $root.Values.model.loadTimeoutSeconds 300 }}
-  strategy: {{- toYaml $values.strategy | nindent 4 }}
+  strategy: {{- include "diptych.strategy" $values.strategy | nindent 4 }}
   selector:
     matchLabels: {{- include "diptych.selector" . | nindent 6 }}
   template:
@@ -39,30 +39,10 @@ spec:
       enableServiceLinks: false
       securityContext: {{- toYaml $root.Values.podSecurityContext | nindent 8 }}
       terminationGracePeriodSeconds: {{ add $values.preStopSleepSeconds $values.drainSeconds 15 }}
-      {{- with $root.Values.imagePullSecrets }}
-      imagePullSecrets: {{- toYaml . | nindent 8 }}
-      {{- end }}
-      {{- with $values.runtimeClassName }}
-      runtimeClassName: {{ . }}
-      {{- end }}
-      {{- with $values.priorityClassName }}
-      priorityClassName: {{ . }}
-      {{- end }}
-      {{- with $values.nodeSelector }}
-      nodeSelector: {{- toYaml . | nindent 8 }}
-      {{- end }}
-      {{- with $values.tolerations }}
-      tolerations: {{- toYaml . | nindent 8 }}
-      {{- end }}
-      {{- with $values.affinity }}
-      affinity: {{- toYaml . | nindent 8 }}
-      {{- end }}
-      {{- with $values.topologySpreadConstraints }}
-      topologySpreadConstraints: {{- toYaml . | nindent 8 }}
-      {{- end }}
+      {{- include "diptych.placement" (list $root $values) | nindent 6 }}
       containers:
         - name: {{ $pool }}
-          image: {{ include "diptych.image" (list $root.Values.image $root.Chart.AppVersion) | quote }}
+          image: {{ include "diptych.image" (list $root $root.Values.image) | quote }}
           imagePullPolicy: {{ $root.Values.image.pullPolicy }}
           args: [{{ $pool }}, --config, /etc/diptych/config.yaml]
           env: {{- include "diptych.env" $root | nindent 12 }}
@@ -74,7 +54,7 @@ spec:
           ports:
             - {name: grpc, containerPort: 7001, protocol: TCP}
             - {name: admin, containerPort: 7002, protocol: TCP}
-          {{- include "diptych.probes" $root | nindent 10 }}
+          {{- include "diptych.probes" (list "/readyz" $root.Values.model.loadTimeoutSeconds) | nindent 10 }}
           lifecycle:
             preStop:
               exec: {command: [sleep, {{ $values.preStopSleepSeconds | quote }}]}
@@ -111,18 +91,7 @@ spec:
   ports:
     - {name: grpc, port: 7001, targetPort: grpc, protocol: TCP, appProtocol: grpc}
     - {name: admin, port: 7002, targetPort: admin, protocol: TCP}
-{{- if $root.Values.serviceAccount.create }}
----
-apiVersion: v1
-kind: ServiceAccount
-metadata:
-  name: {{ $fullname }}
-  labels: {{- include "diptych.labels" . | nindent 4 }}
-  {{- with $root.Values.serviceAccount.annotations }}
-  annotations: {{- toYaml . | nindent 4 }}
-  {{- end }}
-automountServiceAccountToken: false
-{{- end }}
+{{- include "diptych.serviceAccountObject" . }}
 {{- if $values.pdb.enabled }}
 ---
 apiVersion: policy/v1
@@ -147,6 +116,8 @@ worker:
   admin_port: 7002
   drain_s: {{ $values.drainSeconds }}
   ticket_keys: /etc/diptych-tickets/ticket-keys
+  # by name: a store that moved to another node is found again
+  kvstore: {{ include "diptych.fullname" $root }}-kvstore:7101
 {{- end -}}
 
 {{/* Requests and limits; a GPU stands in both, equal and quoted. */}}
