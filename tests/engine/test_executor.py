@@ -65,8 +65,8 @@ def test_other_weights_types_or_rope_have_other_namespaces(model: Path, tmp_path
     namespaces.add(make(make_tiny_model(tmp_path / "a", rope_theta=5000.0)).kv_namespace)
     # a fine-tune: same names, sizes and header
     tuned = make_tiny_model(tmp_path / "b")
-    tensors = load_file(tuned / "model.safetensors")
-    save_file({n: t * 1.01 for n, t in tensors.items()}, tuned / "model.safetensors")
+    tensors = {n: t * 1.01 for n, t in load_file(tuned / "model.safetensors").items()}
+    save_file(tensors, tuned / "model.safetensors", metadata={"format": "pt"})
     namespaces.add(make(tuned).kv_namespace)
     dummies = {make(model, load_format="dummy", seed=seed).kv_namespace for seed in (0, 0, 1)}
     assert len(namespaces) == 4
