@@ -149,7 +149,8 @@ class SamplingRows:
         members = np.flatnonzero((floats[:, _PRESENCE:] != neutral).any(1))
         if not len(members):
             return None
-        known = tokens.token_ids[tokens.rows[members]]
+        longest = int(tokens.num_tokens[members].max())
+        known = tokens.token_ids[tokens.rows[members], :longest]
         at = np.arange(known.shape[1])
         prompt = at < tokens.num_prompt_tokens[members, None]
         output = ~prompt & (at < tokens.num_tokens[members, None])

@@ -59,6 +59,9 @@ class ModelConfig:
                 f"architecture {architecture} of {path} is not supported; "
                 f"supported are {', '.join(ARCHITECTURES)}"
             )
+        if quantisation := raw.get("quantization_config"):
+            method = quantisation.get("quant_method") if isinstance(quantisation, dict) else None
+            raise ModelLoadError(f"{path} has weights quantised by {method}: not supported")
         try:
             return cls._from_raw(path, architecture, raw)
         except (KeyError, TypeError, ValueError) as error:

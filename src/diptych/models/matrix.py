@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Protocol
 
 import torch
@@ -47,7 +48,14 @@ class PackedMatrix:
 
 def make_matrix(weight: Tensor, bias: Tensor | None = None) -> Matrix:
     """The matrix of `weight`, `[N, K]`: packed for float32 on CPUs where torch has oneDNN."""
-    packs = weight.device.type == "cpu" and weight.dtype == torch.float32
-    if packs and torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+    if weight.device.type == "cpu" and weight.dtype == torch.float32 and _has_packing():
         return PackedMatrix(weight, bias)
     return PlainMatrix(weight, bias)
+
+
+@functools.cache
+def _has_packing() -> bool:
+    """Whether this torch has oneDNN, and the ops, which are private to it, under these names."""
+    available: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+    names = ("_reorder_linear_weight", "_linear_pointwise")
+    return available and all(hasattr(torch.ops.mkldnn, name) for name in names)
