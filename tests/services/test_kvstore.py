@@ -551,6 +551,19 @@ def test_a_store_that_hangs_costs_one_deadline_and_then_nothing() -> None:
         client.close()
 
 
+def test_a_callers_own_deadline_says_nothing_about_the_store(
+    client: StoreClient, node: Node
+) -> None:
+    before = control(node).GetStats(pb.GetStatsRequest()).num_puts
+    slow = PutItem(key(), 5, lambda view: time.sleep(0.5))
+    assert client.put_many([slow], timeout_s=0.4)[0].outcome is not Outcome.OK
+    assert control(node).GetStats(pb.GetStatsRequest()).num_puts == before
+    name = key()
+    assert client.put_many([slow], timeout_s=0.0)[0].outcome is Outcome.UNAVAILABLE
+    if client._transport == "memory":  # a stream that is out of step takes its time
+        assert put(client, {name: b"bytes"})[0].outcome is Outcome.OK
+
+
 def test_to_a_closed_client_the_store_is_lost(client: StoreClient) -> None:
     name = key()
     put(client, {name: b"bytes"})

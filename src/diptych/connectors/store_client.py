@@ -114,6 +114,10 @@ class _Link:
     mover: Mover
 
 
+class _OutOfTimeError(Exception):
+    """The caller's deadline has passed; that is not the store's fault."""
+
+
 class StoreClient:
     """Puts and gets objects in batches. Threads may share it.
 
@@ -207,6 +211,8 @@ class StoreClient:
                 return None
             try:
                 result = work(self._connect(until))
+            except _OutOfTimeError:
+                return None
             except grpc.RpcError as error:
                 if error.code() is grpc.StatusCode.FAILED_PRECONDITION:
                     with self._lock:
@@ -272,13 +278,15 @@ class StoreClient:
         ]
         try:
             checksums = link.mover.write(moves, until, begin_by=started + half_s)
-        except BaseException:
-            self._forget(self._stub.PutRevoke, pb.PutRevokeRequest(put_ids=[m.id for m in moves]))
+            published = self._publish(moves, checksums, until)
+        except BaseException as error:
+            if not isinstance(error, grpc.RpcError):
+                ids = [move.id for move in moves]
+                self._forget(self._stub.PutRevoke, pb.PutRevokeRequest(put_ids=ids))
             raise
         unwritten = [m.id for m, sum_ in zip(moves, checksums, strict=True) if sum_ is None]
         if unwritten:
             self._forget(self._stub.PutRevoke, pb.PutRevokeRequest(put_ids=unwritten))
-        published = self._publish(moves, checksums, until)
         for at, sum_, outcome in zip(granted, checksums, published, strict=True):
             results[at] = PutResult(outcome, (sum_ or 0) if outcome is Outcome.OK else 0)
         return results
@@ -332,11 +340,11 @@ class StoreClient:
 
         Raises:
             grpc.RpcError: the store does not answer in time, or refuses.
-            TimeoutError: there is no time left.
+            _OutOfTimeError: there is no time left.
         """
         timeout_s = min(self._call_timeout_s, until - time.monotonic())
         if timeout_s <= 0:
-            raise TimeoutError("no time left")
+            raise _OutOfTimeError
         return method(request, timeout=timeout_s)
 
     def _forget(self, method: Any, request: Any) -> None:
