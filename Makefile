@@ -7,7 +7,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 export TORCH_INDEX
 
-.PHONY: help up test lint typecheck e2e explore proto helm bench clean
+.PHONY: help up test lint typecheck e2e explore proto helm kube bench clean
 help: ## show the targets
 	@grep -hE '^[a-z0-9]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
 
@@ -38,6 +38,9 @@ helm: .venv/.test ## lint and test the chart with real helms, 4 and 3
 	$(BIN)/python scripts/fetch_helm.py .venv/helm3 3
 	HELM=.venv/helm/helm $(BIN)/python -m pytest tests/helm $(ARGS)
 	HELM=.venv/helm3/helm $(BIN)/python -m pytest tests/helm $(ARGS)
+
+kube: helm ## chart and planner on a real API server: KUBEBUILDER_ASSETS=DIR, with etcd and kube-apiserver
+	HELM=.venv/helm/helm $(BIN)/python -m pytest tests/kube $(ARGS)
 
 proto: .venv/.test ## regenerate the committed gRPC code
 	PYTHON=$(BIN)/python proto/generate.sh
