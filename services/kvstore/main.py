@@ -47,7 +47,7 @@ async def serve(config: KVStoreConfig, redis_config: RedisConfig, stop: asyncio.
             node_id=f"kvstore-{secrets.token_hex(4)}",
             incarnation=secrets.token_hex(16),
             boot_id=boot_id(),
-            memory_socket=memory.path,
+            memory_socket=memory.address,
             stream_address=_reachable(config, stream.port),
             access_token=token,
         )

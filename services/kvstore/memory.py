@@ -1,7 +1,8 @@
 """The pool's memory, and the unix socket that hands it to processes of this host.
 
 The memory is a sealed memfd: it has no name anywhere, so that nothing is left behind, and nobody
-who maps it can shrink it under the others. The socket stands in a private folder.
+who maps it can shrink it under the others. The socket's name is abstract: not even a killed node
+leaves a file.
 """
 
 from __future__ import annotations
@@ -13,21 +14,17 @@ import hmac
 import logging
 import mmap
 import os
-import shutil
+import secrets
 import socket
-import tempfile
-from pathlib import Path
 from typing import Self
 
-from diptych.connectors.store_wire import HELLO_BYTES, POOL_SIZE, hello
+from diptych.connectors.store_wire import HELLO_BYTES, POOL_SIZE, hello, socket_name
 from diptych.errors import ConfigError
 
 _log = logging.getLogger(__name__)
 
 _DEADLINE_S = 2.0
 _MAX_CLIENTS = 64
-# A unix socket's path holds at most 107 bytes.
-_LONGEST_FOLDER = 90
 
 
 class MemoryPool:
@@ -62,28 +59,19 @@ class MemoryPool:
 
 
 class MemorySocket:
-    """`async with`: serves the pool's memfd at `path` to whoever knows the token."""
+    """`async with`: serves the pool's memfd at `address` to whoever knows the token."""
 
     def __init__(self, pool: MemoryPool, token: bytes) -> None:
         self._pool = pool
         self._token = token
-        self._folder: Path | None = None
+        self.address = f"@diptych-kv-{secrets.token_hex(16)}"
         self._task: asyncio.Task[None] | None = None
         self._clients: set[asyncio.Task[None]] = set()
 
-    @property
-    def path(self) -> str:
-        return "" if self._folder is None else str(self._folder / "memory.sock")
-
     async def __aenter__(self) -> Self:
-        folder = tempfile.mkdtemp(prefix="diptych-kv-")
-        if len(os.fsencode(folder)) > _LONGEST_FOLDER:
-            os.rmdir(folder)
-            folder = tempfile.mkdtemp(prefix="diptych-kv-", dir="/tmp")
-        self._folder = Path(folder)
         listener = self._listener = socket.socket(socket.AF_UNIX)
         listener.setblocking(False)
-        listener.bind(self.path)
+        listener.bind(socket_name(self.address))
         listener.listen(_MAX_CLIENTS)
         self._task = asyncio.create_task(self._serve(listener), name="memory socket")
         return self
@@ -94,9 +82,6 @@ class MemorySocket:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         self._listener.close()
-        if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
-            self._folder = None
 
     async def _serve(self, listener: socket.socket) -> None:
         loop = asyncio.get_running_loop()

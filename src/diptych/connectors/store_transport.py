@@ -24,6 +24,7 @@ from diptych.connectors.store_wire import (
     WRITE,
     boot_id,
     hello,
+    socket_name,
 )
 from diptych.errors import TransferError
 from diptych.proto import kvstore_pb2 as pb
@@ -75,7 +76,7 @@ def open_mover(node: pb.StoreNode, transport: str, timeout_s: float) -> Mover:
         except OSError as error:
             if transport == "memory":
                 raise
-            # another container of the same host: the folder of the socket is not ours
+            # another container of the same host, with a network of its own
             _log.info("the store's memory cannot be mapped (%s); using its stream", error)
     return StreamMover.connect(node.stream_address, node.access_token, timeout_s)
 
@@ -87,11 +88,11 @@ class MappedMover:
         self._view = memoryview(pool)
 
     @classmethod
-    def connect(cls, path: str, token: bytes, timeout_s: float) -> MappedMover:
+    def connect(cls, address: str, token: bytes, timeout_s: float) -> MappedMover:
         """Fetch the memfd from the unix socket and map it."""
         with socket.socket(socket.AF_UNIX) as connection:
             connection.settimeout(timeout_s)
-            connection.connect(path)
+            connection.connect(socket_name(address))
             connection.sendall(hello(token))
             data, fds, _, _ = socket.recv_fds(connection, POOL_SIZE.size, 1)
         try:

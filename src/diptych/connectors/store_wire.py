@@ -32,6 +32,11 @@ def hello(token: bytes) -> bytes:
     return MAGIC + token
 
 
+def socket_name(address: str) -> str:
+    """What to bind or connect for a `memory_socket`: `@name` is an abstract one, else a path."""
+    return "\0" + address[1:] if address.startswith("@") else address
+
+
 def boot_id() -> str:
     """The kernel's boot id: equal on all processes of one host, containers included."""
     try:
