@@ -13,6 +13,10 @@ from torch import Tensor
 from diptych.kernels.tiles import online_softmax, slot_offsets
 
 
+# Queries from which larger tiles pay (docs/decisions/0002-attention-tiles.md).
+LONG_PREFILL = 4096
+
+
 class PrefillTiles(NamedTuple):
     """Rows (queries times heads of a group) and keys of a tile."""
 
@@ -218,8 +222,10 @@ def _choose_tiles(dtype: torch.dtype, block_d: int, group: int, max_query_len: i
         block_m, block_n, stages = 32, 32, 1
     elif block_d > 128:
         block_m, block_n, stages = 64, 64, 2
+    elif max_query_len >= LONG_PREFILL:
+        block_m, block_n, stages = 128, 128, 2
     else:
-        block_m, block_n, stages = 128, 64, 3
-    # two variants, so that few are compiled while serving
+        block_m, block_n, stages = 64, 64, 3
+    # few variants, so that few are compiled while serving
     block_m = least if max_query_len * group <= least else max(block_m, least)
     return PrefillTiles(block_m, block_n, 8 if block_m >= 128 else 4, stages)

@@ -115,6 +115,8 @@ def say(text: str) -> None:
 def _measure(case: Case, args: argparse.Namespace) -> Timing:
     from triton.testing import do_bench_cudagraph
 
+    # it runs on a stream of its own, which does not wait for the inputs
+    torch.cuda.synchronize()
     seconds = do_bench_cudagraph(case.call, return_mode="median") / 1e3
     floor = max(
         case.bytes / (args.bandwidth_tb_per_s * 1e12), case.flops / (args.peak_tflop_per_s * 1e12)

@@ -21,7 +21,9 @@ def warm_up(model: Decoder, kv_cache: Tensor, layout: KVLayout, max_model_len: i
         sizes += [(2, 1), (16, 1), (1, 64), (4, 128)]
     for sequences, tokens in sizes:
         if tokens <= max_model_len:
-            _run(model, kv_cache, layout, sequences, tokens, sequences)
+            # one token per sequence: of a long one, whose keys decode splits
+            longest = max_model_len if tokens == 1 else tokens
+            _run(model, kv_cache, layout, sequences, tokens, sequences, longest)
     if kv_cache.device.type == "cuda":
         torch.cuda.synchronize(kv_cache.device)
 
@@ -39,7 +41,7 @@ def peak_memory(
     each = min(tokens, max_model_len)
     cache = allocate(layout, device)
     torch.cuda.reset_peak_memory_stats(device)
-    _run(model, cache, layout, max(tokens // each, 1), each, most)
+    _run(model, cache, layout, max(tokens // each, 1), each, most, each)
     torch.cuda.synchronize(device)
     peak = torch.cuda.max_memory_allocated(device)
     torch.cuda.empty_cache()
@@ -47,9 +49,16 @@ def peak_memory(
 
 
 def _run(
-    model: Decoder, kv_cache: Tensor, layout: KVLayout, sequences: int, tokens: int, samples: int
+    model: Decoder,
+    kv_cache: Tensor,
+    layout: KVLayout,
+    sequences: int,
+    tokens: int,
+    samples: int,
+    longest: int,
 ) -> None:
-    """`sequences` of `tokens` each; block 0 stands for all blocks and nothing is written."""
+    """`sequences` of `tokens` each, launched as for one of `longest`; block 0 stands for all blocks
+    and nothing is written."""
     device = kv_cache.device
     total = sequences * tokens
     blocks = -(-tokens // layout.block_size)
@@ -61,7 +70,7 @@ def _run(
         seq_lens=torch.full((sequences,), tokens, dtype=torch.int32, device=device),
         block_tables=torch.zeros((sequences, blocks), dtype=torch.int32, device=device),
         max_query_len=tokens,
-        max_seq_len=tokens,
+        max_seq_len=longest,
     )
     views = [KVView(kv_cache[:, :, i, 0], kv_cache[:, :, i, 1]) for i in range(layout.num_layers)]
     hidden = model.forward(batch, views)
