@@ -29,9 +29,10 @@ class Engine:
         seed: int | None = None,
         limits: TransferLimits | None = None,
         head_dim: int = 4,
+        device: str = "cpu",
     ) -> None:
         layout: KVLayout = make_layout(block_size, head_dim=head_dim)
-        self.cache: Tensor = make_cache(layout, seed)
+        self.cache: Tensor = make_cache(layout, seed).to(device)
         self.scheduler = PageConnectorScheduler(layout)
         open_store = store if callable(store) else lambda: store
         self.worker = PageConnectorWorker("TestConnector", open_store, limits)
