@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import random
 import signal
 import socket
 import sys
@@ -18,17 +19,29 @@ from diptych.errors import DeadlineError, UnavailableError
 from diptych.launcher.plan import ProcessSpec
 
 _POLL_S = 0.1
+_LEAST_PORT = 12_000
+_DEALT_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
 # Loopback never goes through a proxy that the environment may name.
 _DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 def free_ports(count: int) -> list[int]:
-    """Loopback ports that were free a moment ago, all different."""
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [int(s.getsockname()[1]) for s in sockets]
-    for s in sockets:
-        s.close()
-    return ports
+    """Loopback ports that were free a moment ago, all different, and outside the range from which
+    the kernel deals ports to whoever connects: nobody takes them by chance before the child does.
+
+    Raises:
+        UnavailableError: there are not so many.
+    """
+    first_dealt = int(_DEALT_PORTS.read_text().split()[0])
+    candidates = list(range(_LEAST_PORT, max(first_dealt, _LEAST_PORT + 10_000)))
+    random.SystemRandom().shuffle(candidates)
+    found: list[int] = []
+    for port in candidates:
+        if len(found) == count:
+            return found
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            found.append(port)
+    raise UnavailableError(f"no {count} free ports on 127.0.0.1")
 
 
 class Child:
@@ -111,7 +124,9 @@ class Child:
             with contextlib.suppress(ProcessLookupError):
                 self._process.send_signal(signal.SIGTERM)
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._process.wait(), timeout_s)
+                # not wait_for: before Python 3.12 it can swallow a cancellation
+                async with asyncio.timeout(timeout_s):
+                    await self._process.wait()
         # Whatever it left in its session (an engine that hangs) goes too.
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
