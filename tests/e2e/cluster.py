@@ -21,12 +21,13 @@ from typing import Any
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
+from diptych.launcher.child import free_ports
+
 READY_S = 120.0
 
 
 def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
+    return free_ports(1)[0]
 
 
 def until(holds: Callable[[], bool], what: str, timeout_s: float = 15.0) -> None:

@@ -17,6 +17,8 @@ from typing import Any
 
 import pytest
 
+from diptych.launcher.child import free_ports
+
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
@@ -24,8 +26,7 @@ READY_S = 300.0
 
 
 def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
+    return free_ports(1)[0]
 
 
 class Running:
