@@ -23,8 +23,8 @@ def test_gather_and_scatter_agree_with_the_cpu(block_size: int, dtype: str) -> N
     empty = make_cache(make_layout(block_size, dtype=dtype))
     on_gpu = empty.cuda()
     for tokens in (TokenRange(0, 64), TokenRange(64, 101), TokenRange(128, 129)):
-        ours = here.to_host(here.gather(OUR_BLOCKS, tokens), None)
-        theirs = there.to_host(there.gather(OUR_BLOCKS, tokens), there.mark())
+        ours = here.to_host([here.gather(OUR_BLOCKS, tokens)], None)[0]
+        theirs = there.to_host([there.gather(OUR_BLOCKS, tokens)], there.mark())[0]
         assert bytes(ours) == bytes(theirs)
         part = TokenRange(tokens.start + (tokens.end - tokens.start) // 3, tokens.end)
         data = torch.frombuffer(bytearray(ours), dtype=torch.uint8).numpy()
@@ -57,6 +57,6 @@ def test_a_copy_waits_for_the_model_stream() -> None:
     cache.fill_(1.5)
     started = time.monotonic()
     page = copier.gather(OUR_BLOCKS, TokenRange(0, 64))
-    data = copier.to_host(page, copier.mark())
+    data = copier.to_host([page], copier.mark())[0]
     assert time.monotonic() - started < 30
     assert (torch.frombuffer(bytearray(data), dtype=torch.bfloat16) == 1.5).all()

@@ -37,6 +37,7 @@ class CacheCopier:
         self._stream = _side_stream_of(raw.device) if self._on_gpu else None
         heads, layers, _, _, row = raw.shape[1:]
         self._shape = (int(heads), int(layers), 2, -1, int(row))
+        self._host = torch.empty(0, dtype=torch.uint8)
         self.token_bytes = int(heads * layers * 2 * row)
 
     def mark(self) -> torch.cuda.Event | None:
@@ -61,14 +62,26 @@ class CacheCopier:
             ]
         return page  # type: ignore[no-any-return]
 
-    def to_host(self, page: Bytes, mark: torch.cuda.Event | None) -> memoryview:
-        """The bytes of a gathered object, complete on return."""
-        if isinstance(page, torch.Tensor):
-            with self._side_stream(mark):
+    def host_buffers(self, sizes: Sequence[int]) -> list[NDArray[np.uint8]]:
+        """One host buffer per size, until the next call of this or `to_host`; pinned for a GPU."""
+        total = sum(sizes)
+        if self._host.numel() < total:
+            self._host = torch.empty(total, dtype=torch.uint8, pin_memory=self._on_gpu)
+        host: NDArray[np.uint8] = self._host.numpy()
+        ends = np.cumsum(sizes).tolist()
+        return [host[end - size : end] for end, size in zip(ends, sizes, strict=True)]
+
+    def to_host(self, pages: Sequence[Bytes], mark: torch.cuda.Event | None) -> list[memoryview]:
+        """The bytes of gathered objects, complete on return; as `host_buffers` they end."""
+        if not self._on_gpu:
+            return [np.asarray(page).reshape(-1).data for page in pages]
+        tensors = [page for page in pages if isinstance(page, torch.Tensor)]
+        buffers = self.host_buffers([page.numel() for page in tensors])
+        with self._side_stream(mark):
+            for page, buffer in zip(tensors, buffers, strict=True):
                 page.record_stream(torch.cuda.current_stream(self._device))
-                host = page.cpu()
-            page = host.numpy()
-        return page.reshape(-1).data
+                torch.from_numpy(buffer).copy_(page.view(-1), non_blocking=True)
+        return [buffer.data for buffer in buffers]
 
     def scatter(
         self,
@@ -89,7 +102,8 @@ class CacheCopier:
             self._write(page, object_start, block_ids, wanted)
             return
         with self._side_stream(mark):
-            self._write(torch.from_numpy(page).to(self._device), object_start, block_ids, wanted)
+            on_device = torch.from_numpy(page).to(self._device, non_blocking=True)
+            self._write(on_device, object_start, block_ids, wanted)
 
     def _write(
         self, page: Any, object_start: int, block_ids: Sequence[int], wanted: TokenRange

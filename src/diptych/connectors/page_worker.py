@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
 
-import numpy as np
+import torch
 import xxhash
 
 from diptych.clock import Clock, SystemClock
@@ -32,7 +32,6 @@ from diptych.engine.request import KVCommit, KVObject
 from diptych.errors import ConfigError, DiptychError
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
     from torch import Tensor
     from torch.cuda import Event
 
@@ -41,6 +40,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+Tokens = TypeVar("Tokens", KVObject, PageObject)
 
 BATCH_OBJECTS = 64
 BATCH_BYTES = 64 << 20
@@ -118,7 +118,6 @@ class PageConnectorWorker(KVConnectorWorker):
         self._thread = threading.Thread(target=self._run, name="kv-transfer", daemon=True)
         self._store: PageStore | None = None
         self._down_until_s = 0.0
-        self._scratch: NDArray[np.uint8] = np.empty(0, np.uint8)
 
     def register_kv_caches(self, kv_cache: Tensor, layout: KVLayout) -> None:
         self._copier = CacheCopier(kv_cache)
@@ -195,12 +194,20 @@ class PageConnectorWorker(KVConnectorWorker):
             self._staged_bytes += num_bytes
         if not fits:
             logger.warning("request %s: KV is not saved, too much is queued", order.request_id)
-        pages = [
-            self._cache.gather(order.block_ids, TokenRange(o.start_token, o.end_token))
-            for o in (order.objects if fits else [])
-        ]
+        pages = self._gather(order) if fits else []
         deadline_s = self._clock.monotonic() + self._limits.transfer_timeout_s
         return _Save(order, pages, self._cache.mark(), deadline_s, sending, num_bytes)
+
+    def _gather(self, order: SaveOrder) -> list[Bytes]:
+        """The order's objects; fewer where memory ends, which costs the save and not the step."""
+        pages: list[Bytes] = []
+        try:
+            for item in order.objects:
+                tokens = TokenRange(item.start_token, item.end_token)
+                pages.append(self._cache.gather(order.block_ids, tokens))
+        except (torch.OutOfMemoryError, MemoryError):
+            logger.warning("request %s: no memory to stage its KV", order.request_id)
+        return pages
 
     # From here on: the transfer thread.
 
@@ -243,10 +250,10 @@ class PageConnectorWorker(KVConnectorWorker):
 
     def _load(self, load: _Load, store: PageStore) -> None:
         order = load.order
-        for batch in _batches(order.objects):
+        for batch in _batches(order.objects, self._cache.token_bytes):
             if load.aborted or self._late(load.deadline_s):
                 return
-            buffers = self._scratch_for(batch)
+            buffers = self._cache.host_buffers([o.num_bytes for o in batch])
             read = store.get_many([(o.key, b.data) for o, b in zip(batch, buffers, strict=True)])
             for item, buffer, arrived in zip(batch, buffers, read, strict=True):
                 if load.aborted or not arrived:
@@ -265,14 +272,6 @@ class PageConnectorWorker(KVConnectorWorker):
                 self._cache.scatter(buffer, item.start_token, order.block_ids, wanted, load.mark)
                 load.valid = wanted.end
 
-    def _scratch_for(self, batch: Sequence[KVObject]) -> list[NDArray[np.uint8]]:
-        """One buffer per object, reused by the next batch."""
-        sizes = [o.num_bytes for o in batch]
-        if self._scratch.size < sum(sizes):
-            self._scratch = np.empty(sum(sizes), np.uint8)
-        ends = np.cumsum(sizes).tolist()
-        return [self._scratch[end - size : end] for end, size in zip(ends, sizes, strict=True)]
-
     def _finish_load(self, load: _Load) -> None:
         """Report a load, under the lock: no byte of it can arrive any more."""
         request_id = load.order.request_id
@@ -283,16 +282,16 @@ class PageConnectorWorker(KVConnectorWorker):
             self._output.failed_recving[request_id] = load.valid
 
     def _save(self, save: _Save, store: PageStore) -> None:
-        order = save.order
-        pages = dict(zip((o.key for o in order.objects), save.pages, strict=False))
-        for start in range(0, len(pages), BATCH_OBJECTS):
+        done = 0
+        for batch in _batches(save.order.objects[: len(save.pages)], self._cache.token_bytes):
             if save.sending.aborted or self._late(save.deadline_s):
                 return
-            batch = order.objects[start : start + BATCH_OBJECTS]
-            data = [self._cache.to_host(pages[o.key], save.mark) for o in batch]
+            pages = save.pages[done : done + len(batch)]
+            data = self._cache.to_host(pages, save.mark)
             stored = store.put_many([(o.key, b) for o, b in zip(batch, data, strict=True)])
             for item, bytes_, checksum in zip(batch, data, stored, strict=True):
                 save.stored.append(_stored_object(item, bytes_.nbytes, checksum))
+            done += len(batch)
 
     def _finish_save(self, save: _Save) -> None:
         order, sending = save.order, save.sending
@@ -341,16 +340,17 @@ def _stored_object(item: PageObject, num_bytes: int, checksum: int | None) -> KV
     )
 
 
-def _batches(objects: Sequence[KVObject]) -> Iterator[list[KVObject]]:
+def _batches(objects: Sequence[Tokens], token_bytes: int) -> Iterator[list[Tokens]]:
     """Cut by number and by bytes; every batch has at least one object."""
-    batch: list[KVObject] = []
+    batch: list[Tokens] = []
     num_bytes = 0
     for item in objects:
-        if batch and (len(batch) == BATCH_OBJECTS or num_bytes + item.num_bytes > BATCH_BYTES):
+        size = (item.end_token - item.start_token) * token_bytes
+        if batch and (len(batch) == BATCH_OBJECTS or num_bytes + size > BATCH_BYTES):
             yield batch
             batch, num_bytes = [], 0
         batch.append(item)
-        num_bytes += item.num_bytes
+        num_bytes += size
     if batch:
         yield batch
 
