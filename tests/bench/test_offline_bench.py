@@ -80,3 +80,20 @@ def test_a_broken_dataset_is_named(model: str, tmp_path: Path, content: str) -> 
     file.write_text(content)
     flags = ["--dataset-name", "sharegpt", "--dataset-path", str(file), "--model", model]
     assert main(["bench", "throughput", "--device=cpu", *flags]) != 0
+
+
+def test_a_config_alone_is_enough(model: str, tmp_path: Path) -> None:
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    (bare / "config.json").write_bytes((Path(model) / "config.json").read_bytes())
+    flags = ["--load-format=dummy", "--num-prompts=3", "--input-len=8", "--output-len=2"]
+    figures = bench("throughput", str(bare), tmp_path / "out.json", *flags, "--block-size=32")
+    assert figures["total_num_tokens"] == 30
+    rates = [figures[f"{kind}tokens_per_second"] for kind in ("input_", "output_", "")]
+    assert rates[0] + rates[1] == pytest.approx(rates[2])
+    assert figures["settings"]["engine.block_size"] == "32"
+
+
+def test_an_unknown_shape_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "latency", "--model=shape:none", "--device=cpu"]) == 1
+    assert "llama-3.1-8b, qwen3-8b" in capsys.readouterr().err

@@ -306,3 +306,18 @@ def test_the_progress_bar_counts_prompts(llm: LLM, capsys: pytest.CaptureFixture
     assert "Processed prompts" in shown
     assert "4/4" in shown
     assert "output:" in shown
+
+
+def test_token_ids_need_no_tokenizer(model: Path, llm: LLM, tmp_path: Path) -> None:
+    for name in ("config.json", "generation_config.json", "model.safetensors"):
+        (tmp_path / name).symlink_to(model / name)
+    prompt = llm.get_tokenizer().encode(PROMPT)
+    expected = tokens(llm, prompt)
+    with make_llm(tmp_path, skip_tokenizer_init=True) as bare:
+        output = answer(bare, prompt)
+        assert output.outputs[0].token_ids == expected
+        assert output.outputs[0].text == ""
+        with pytest.raises(InvalidRequestError, match="no tokenizer"):
+            answer(bare, PROMPT)
+        with pytest.raises(InvalidRequestError, match="stop"):
+            answer(bare, prompt, stop="x")

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from diptych.bench.offline import (
     add_engine_arguments,
     make_llm,
+    model_directory,
     percentile,
     random_prompts,
     report,
@@ -35,6 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--batch-size", type=int, default=8, help="requests that run together")
     add("--num-iters-warmup", type=int, default=10, help="batches before measuring")
     add("--num-iters", type=int, default=30, help="batches that are measured")
+    add("--temperature", type=float, default=0.0, help="0 takes the likeliest token")
     add("--compare", choices=["transformers"], default=None, help="measure this one beside ours")
     add_engine_arguments(parser)
 
@@ -44,7 +46,7 @@ def main(args: argparse.Namespace) -> int:
     if args.compare:
         return _compare(args)
     with make_llm(args) as llm:
-        run = _our_run(llm, args, args.batch_size, temperature=1.0)
+        run = _our_run(llm, args, args.batch_size, temperature=args.temperature)
         latencies = _measure({"ours": run}, args)["ours"]
         device = llm.device
     figures = _summary(latencies, args.batch_size * args.output_len)
@@ -60,6 +62,7 @@ def _compare(args: argparse.Namespace) -> int:
     """Ours and `transformers.generate`, greedy, in turns, on the same threads and weights."""
     from diptych.bench.peer_transformers import TransformersPeer
 
+    model_directory(args)
     if args.load_format == "dummy":
         raise ConfigError("--compare needs real weights, so that both run the same model")
     args.dtype = "float32"

@@ -46,6 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=None,
         help="tokens of a request; 128 for random ones, the answer's length for ShareGPT",
     )
+    add("--temperature", type=float, default=0.0, help="0 takes the likeliest token")
     add("--disable-detokenize", action="store_true", help="make no text")
     add_engine_arguments(parser)
 
@@ -56,7 +57,10 @@ def main(args: argparse.Namespace) -> int:
         samples = _samples(args, llm)
         params = [
             SamplingParams(
-                ignore_eos=True, max_tokens=s.output_len, detokenize=not args.disable_detokenize
+                temperature=args.temperature,
+                ignore_eos=True,
+                max_tokens=s.output_len,
+                detokenize=not args.disable_detokenize,
             )
             for s in samples
         ]
@@ -70,6 +74,7 @@ def main(args: argparse.Namespace) -> int:
     say(
         f"Throughput: {figures['requests_per_second']:.2f} requests/s, "
         f"{figures['tokens_per_second']:.1f} total tok/s, "
+        f"{figures['input_tokens_per_second']:.1f} input tok/s, "
         f"{figures['output_tokens_per_second']:.1f} output tok/s"
     )
     say(f"Total num prompt tokens: {num_prompt}")
@@ -87,6 +92,7 @@ def _figures(
         "total_num_tokens": num_prompt + num_output,
         "requests_per_second": num_requests / elapsed_s,
         "tokens_per_second": (num_prompt + num_output) / elapsed_s,
+        "input_tokens_per_second": num_prompt / elapsed_s,
         "output_tokens_per_second": num_output / elapsed_s,
     }
 

@@ -20,6 +20,7 @@ from diptych.models.config import ModelConfig
 from diptych.outputs import RequestOutput
 from diptych.sampling_params import SamplingParams
 from diptych.text.chat_template import ChatTemplate
+from diptych.text.no_tokenizer import NoTokenizer
 from diptych.text.output_processor import OutputProcessor, RequestState
 from diptych.text.processor import ProcessedRequest, Processor
 from diptych.text.tokenizer import Tokenizer
@@ -37,6 +38,8 @@ class LLM:
 
     Args:
         model: `smollm2`, a directory, a hub id, or a .gguf file.
+        skip_tokenizer_init: prompts are token ids and outputs have no text; no file of a tokenizer
+            is needed.
         arguments: the fields of `EngineConfig`, and those arguments of the field's `LLM` that have
             a meaning here; an unknown one is an error.
 
@@ -49,13 +52,15 @@ class LLM:
         UnsupportedFeatureError: the argument's value is not supported in this version.
     """
 
-    def __init__(self, model: str = "smollm2", **arguments: Any) -> None:
+    def __init__(
+        self, model: str = "smollm2", *, skip_tokenizer_init: bool = False, **arguments: Any
+    ) -> None:
         from diptych.engine.core import make_engine_core
         from diptych.models.fetch import resolve_model
 
         config = engine_config(model, arguments)
         path = resolve_model(config.model, config.revision)
-        tokenizer = Tokenizer.from_directory(path)
+        tokenizer = NoTokenizer() if skip_tokenizer_init else Tokenizer.from_directory(path)
         core = make_engine_core(dataclasses.replace(config, model=str(path)))
         self.config = config
         self.model_config = ModelConfig.from_directory(path)
@@ -63,6 +68,7 @@ class LLM:
         self._close = weakref.finalize(self, core.close)
         self._request_ids = itertools.count()
         self._tokenizer = tokenizer
+        self._makes_text = not skip_tokenizer_init
         self._outputs = OutputProcessor(tokenizer)
         self._processor = Processor(
             self.model_config,
@@ -92,7 +98,7 @@ class LLM:
             EngineError: the engine failed.
         """
         parsed = parse_prompts(prompts)
-        params = _one_each(sampling_params, len(parsed))
+        params = self._one_each(sampling_params, len(parsed))
         requests = [
             self._processor.completion(prompt["prompt"], one)
             for prompt, one in zip(parsed, params, strict=True)
@@ -111,7 +117,7 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answer one conversation or many; as `generate`."""
         conversations = _conversations(messages)
-        params = _one_each(sampling_params, len(conversations))
+        params = self._one_each(sampling_params, len(conversations))
         requests = [
             self._processor.chat(
                 conversation,
@@ -156,6 +162,21 @@ class LLM:
         trace: TracebackType | None,
     ) -> None:
         self.shutdown()
+
+    def _one_each(self, params: Params | None, count: int) -> list[SamplingParams]:
+        if params is None:
+            params = SamplingParams()
+        if isinstance(params, SamplingParams):
+            return [self._without_text(params)] * count
+        if len(params) != count:
+            raise InvalidRequestError(
+                f"there are {count} prompts but {len(params)} sampling_params",
+                param="sampling_params",
+            )
+        return [self._without_text(one) for one in params]
+
+    def _without_text(self, params: SamplingParams) -> SamplingParams:
+        return params if self._makes_text else params.replace(detokenize=False)
 
     def _run(
         self,
@@ -249,18 +270,6 @@ class _Progress:
             refresh=False,
         )
         self._bar.update()
-
-
-def _one_each(params: Params | None, count: int) -> list[SamplingParams]:
-    if params is None:
-        params = SamplingParams()
-    if isinstance(params, SamplingParams):
-        return [params] * count
-    if len(params) != count:
-        raise InvalidRequestError(
-            f"there are {count} prompts but {len(params)} sampling_params", param="sampling_params"
-        )
-    return list(params)
 
 
 def _conversations(messages: Sequence[Any]) -> list[Sequence[Mapping[str, Any]]]:
