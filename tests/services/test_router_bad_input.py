@@ -12,7 +12,7 @@ import pytest
 from tests.services.fake_worker import AGGREGATED, FakeWorker
 from tests.services.router_fixture import Running, running_router, tiny_directory, tiny_script
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("one_event_loop")]
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 HELLO = [{"role": "user", "content": "Hello"}]
@@ -147,11 +147,6 @@ BAD: list[tuple[str, str, bytes, int, str]] = [
     ("logits_processors", TEXT, text(logits_processors=["a"]), 400, "logits_processors"),
     ("a template of the client", CHAT, chat(chat_template="{{1}}"), 400, "chat_template is not"),
 ]
-
-
-@pytest.fixture(scope="module")
-def anyio_backend() -> str:
-    return "asyncio"
 
 
 @pytest.fixture(scope="module")

@@ -23,7 +23,7 @@ from tests.services.router_fixture import (
     until,
 )
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("one_event_loop")]
 PATH = "/v1/completions"
 BODY = {"prompt": "Hello", "max_tokens": 64, "stream": True, "return_token_ids": True}
 

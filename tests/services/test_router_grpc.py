@@ -21,7 +21,7 @@ from tests.services.router_fixture import (
     until,
 )
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("one_event_loop")]
 ROOT = Path(__file__).resolve().parents[2]
 
 

@@ -12,7 +12,7 @@ import pytest
 from tests.services.fake_worker import AGGREGATED, DECODE, PREFILL, FakeWorker
 from tests.services.router_fixture import ANSWER, running_router, tiny_directory, tiny_script
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("one_event_loop")]
 MESSAGES: Any = [{"role": "user", "content": "What is the capital of France?"}]
 
 

@@ -19,7 +19,7 @@ from diptych.services.router.worker_link import WorkerLink
 from tests.services.fake_worker import DECODE, PREFILL, FakeWorker
 from tests.services.router_fixture import TIMES, until
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("one_event_loop")]
 
 
 @pytest.fixture(scope="module")
