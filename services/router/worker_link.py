@@ -370,11 +370,12 @@ class WorkerLink:
 
 async def _finish(call: Any) -> Any:
     """The response of a unary call. grpc.aio loses a cancellation that comes with the response."""
+    task = asyncio.current_task()
+    cancels = task.cancelling() if task else 0
     try:
         return await call
     finally:
-        task = asyncio.current_task()
-        if task is not None and task.cancelling():
+        if task and task.cancelling() > cancels:
             raise asyncio.CancelledError
 
 
