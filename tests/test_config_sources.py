@@ -78,11 +78,65 @@ def test_what_show_prints_loads_again(tmp_path: Path) -> None:
         ("- a list", "one mapping per section"),
         ("router: [1]", "must be a mapping"),
         ("router: {port: 1", "cannot be read"),
+        ("1: {port: 1}", "unknown section 1"),
+        ("router: {1: 1}", "unknown key 1"),
+        ("router: {port: {a: 1}}", "router.port must be a whole number"),
+        ("router: {host: !!python/name:os.system ''}", "cannot be read"),
     ],
 )
 def test_a_wrong_file_is_an_error_that_says_where(tmp_path: Path, text: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         load(("engine", "router"), {}, {}, write(tmp_path / "a.yaml", text))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("router: {port: 70000}", "port must be 0 to 65535, not 70000"),
+        ("router: {port: -1}", "port must be 0 to 65535, not -1"),
+        ("router: {port: 8001, admin_port: 8001}", "port and admin_port cannot both be 8001"),
+        ("kvstore: {port: 9, stream_port: 9}", "port and stream_port cannot both be 9"),
+        ("worker: {port: 9, admin_port: 9}", "port and admin_port cannot both be 9"),
+        ("router: {request_timeout_s: .nan}", "request_timeout_s must be a number"),
+        ("router: {request_timeout_s: .inf}", "request_timeout_s must be a number"),
+        ("router: {request_timeout_s: 0}", "request_timeout_s must be positive"),
+        ("router: {max_in_flight: 0}", "max_in_flight must be positive"),
+        ("router: {max_body_bytes: -1}", "max_body_bytes must be positive"),
+        ("router: {handoff: pigeon}", "handoff must be one of store, not 'pigeon'"),
+        ("router: {workers: [nonsense]}", "workers must be host:port, not 'nonsense'"),
+        ("router: {workers: ['a:b:c']}", "workers must be host:port"),
+        ("router: {workers: ['a:99999']}", "workers must be host:port"),
+        ("worker: {kvstore: nonsense}", "kvstore must be host:port"),
+        ("worker: {advertise_address: ':1'}", "advertise_address must be host:port"),
+        ("worker: {drain_s: -1}", "drain_s must not be negative"),
+        ("worker: {max_frames_queued: 0}", "max_frames_queued must be positive"),
+        ("redis: {heartbeat_s: -1}", "heartbeat_s must be positive"),
+        ("redis: {heartbeat_s: 5, liveness_s: 1}", "liveness_s must be above heartbeat_s"),
+        ("engine: {model: ''}", "model must not be empty"),
+        ("engine: {num_threads: 0}", "num_threads must be positive"),
+        ("engine: {cpu_kv_cache_bytes: 0}", "cpu_kv_cache_bytes must be positive"),
+        ("engine: {max_model_len: 0}", "max_model_len must be positive"),
+        ("engine: {max_logprobs: -1}", "max_logprobs must not be negative"),
+        ("kvstore: {pool_bytes: 5}", "pool_bytes must be at least"),
+        ("kvstore: {lease_s: 0}", "lease_s must be positive"),
+        ("planner: {scaler: hand}", "scaler must be one of local, kubernetes"),
+        ("planner: {min_decode: 3}", "min_decode is 3, above max_decode, which is 1"),
+        ("planner: {worker_budget: 1}", "worker_budget must hold"),
+        ("planner: {interval_s: 0}", "interval_s must be positive"),
+        ("up: {prefill: 0}", "at least one prefill and one decode worker"),
+        ("up: {decode: 0}", "at least one prefill and one decode worker"),
+        ("up: {ready_timeout_s: -1}", "ready_timeout_s must be positive"),
+    ],
+)
+def test_a_value_that_cannot_work_is_refused(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load(tuple(SECTIONS), {}, {}, write(tmp_path / "a.yaml", text))
+
+
+def test_addresses_may_be_of_either_family() -> None:
+    flags = {"router.workers": ["a.b:1", "10.0.0.1:2", "[::1]:3"], "worker.kvstore": "[::1]:3"}
+
+    assert load(tuple(SECTIONS), flags, {})["router"].workers == flags["router.workers"]
 
 
 def test_an_unknown_variable_of_a_known_section_is_an_error() -> None:

@@ -94,5 +94,7 @@ def _read(path: Path) -> dict[str, bytes]:
         name, _, key = line.strip().partition(":")
         if not name or not key:
             raise ConfigError(f"{path} line {number} is not name:key", param="api_keys")
+        if name in digests:
+            raise ConfigError(f"{path} line {number} repeats the name {name}", param="api_keys")
         digests[name] = _digest(key)
     return digests

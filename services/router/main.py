@@ -15,6 +15,7 @@ from prometheus_client import CollectorRegistry
 from diptych.clock import Clock, SystemClock
 from diptych.config import EngineConfig, PlannerConfig, RedisConfig, RouterConfig
 from diptych.connectors.tickets import TicketIssuer, TicketKeys
+from diptych.errors import ConfigError
 from diptych.models.config import ModelConfig
 from diptych.models.fetch import resolve_model
 from diptych.observe import AdminServer, Status, new_registry, run_until_signal
@@ -262,7 +263,10 @@ async def _http(app: web.Application, router: RouterConfig) -> AsyncIterator[int
     )
     await runner.setup()
     try:
-        await web.TCPSite(runner, router.host, router.port).start()
+        try:
+            await web.TCPSite(runner, router.host, router.port).start()
+        except OSError as error:  # taken since it was checked
+            raise ConfigError(f"cannot listen on {router.host}:{router.port}: {error}") from None
         yield int(runner.addresses[0][1])
     finally:
         await runner.cleanup()

@@ -113,7 +113,7 @@ def _up(args: Any) -> int:
 def _serve(args: Any) -> int:
     from diptych.launcher import up
 
-    if args.model:
+    if args.model is not None:
         setattr(args, "engine.model", args.model)
     settings = _settings(args, "up", "engine", "router", "planner", "redis", "kvstore", "worker")
     return up.run(settings, aggregated=True)

@@ -9,6 +9,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from diptych.config_checks import (
+    check_address,
+    check_not_negative,
+    check_one_of,
+    check_ports,
+    check_positive,
+)
 from diptych.errors import ConfigError
 
 GIB = 1 << 30
@@ -78,20 +85,21 @@ class EngineConfig:
     kv_transfer_config: KVTransferConfig | None = None
 
     def __post_init__(self) -> None:
-        _one_of("dtype", self.dtype, ("auto", "float32", "bfloat16", "float16"))
-        _one_of("load_format", self.load_format, ("auto", "dummy"))
-        _one_of("scheduling_policy", self.scheduling_policy, ("fcfs", "priority"))
-        _one_of("attention_backend", self.attention_backend, ("auto", "torch", "triton"))
+        check_one_of("dtype", self.dtype, ("auto", "float32", "bfloat16", "float16"))
+        check_one_of("load_format", self.load_format, ("auto", "dummy"))
+        check_one_of("scheduling_policy", self.scheduling_policy, ("fcfs", "priority"))
+        check_one_of("attention_backend", self.attention_backend, ("auto", "torch", "triton"))
         if self.device not in ("auto", "cpu", "cuda") and not self.device.startswith("cuda:"):
             raise ConfigError(f"device must be auto, cpu, cuda or cuda:N, not {self.device!r}")
         if self.block_size is not None and (self.block_size < 16 or self.block_size % 16):
             raise ConfigError(f"block_size must be a multiple of 16, not {self.block_size}")
         if not 0.0 < self.gpu_memory_utilization <= 1.0:
             raise ConfigError("gpu_memory_utilization must be in (0, 1]")
-        for name in ("max_model_len", "num_kv_blocks", "max_num_batched_tokens", "max_num_seqs"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"{name} must be positive, not {value}")
+        if not self.model:
+            raise ConfigError("model must not be empty")
+        check_positive(self, "max_model_len", "num_kv_blocks", "cpu_kv_cache_bytes", "num_threads")
+        check_positive(self, "max_num_batched_tokens", "max_num_seqs", "max_num_queued_reqs")
+        check_not_negative(self, "long_prefill_token_threshold", "max_logprobs")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,6 +110,14 @@ class RedisConfig:
     registry_prefix: str = _flag("diptych", "prefix of all keys")
     heartbeat_s: float = _flag(1.0, "seconds between heartbeats")
     liveness_s: float = _flag(5.0, "seconds after which a silent worker is gone")
+
+    def __post_init__(self) -> None:
+        check_positive(self, "heartbeat_s", "liveness_s")
+        if self.liveness_s <= self.heartbeat_s:
+            raise ConfigError(
+                f"liveness_s must be above heartbeat_s, not {self.liveness_s} and "
+                f"{self.heartbeat_s}"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,6 +138,13 @@ class WorkerConfig:
         None, "file with ticket signing keys; none: tickets are not verified"
     )
     kvstore: str | None = _flag(None, "host:port of the KV store; from the registry if absent")
+
+    def __post_init__(self) -> None:
+        check_ports(self, "port", "admin_port")
+        check_address("advertise_address", self.advertise_address)
+        check_address("kvstore", self.kvstore)
+        check_not_negative(self, "drain_s", "stream_grace_s")
+        check_positive(self, "max_frames_queued")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,8 +170,9 @@ class KVStoreConfig:
                 "eviction needs 0 < eviction_step < eviction_high_watermark <= 1, not "
                 f"{self.eviction_step} and {self.eviction_high_watermark}"
             )
-        if self.put_ttl_s <= 0.0 or self.lease_s <= 0.0:
-            raise ConfigError("put_ttl_s and lease_s must be positive")
+        check_positive(self, "put_ttl_s", "lease_s")
+        check_ports(self, "port", "stream_port", "admin_port")
+        check_address("advertise_address", self.advertise_address)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,6 +197,15 @@ class RouterConfig:
     api_keys: str | None = _flag(
         None, "file with API keys, one `name:key` a line; none: no keys needed"
     )
+
+    def __post_init__(self) -> None:
+        check_ports(self, "port", "grpc_port", "admin_port")
+        check_one_of("handoff", self.handoff, ("store",))
+        check_positive(self, "max_body_bytes", "max_in_flight", "request_timeout_s")
+        check_positive(self, "first_token_timeout_s")
+        check_not_negative(self, "drain_s")
+        for address in self.workers:
+            check_address("workers", address)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -202,6 +235,19 @@ class PlannerConfig:
         "apps/v1/Deployment/diptych-decode", "group/version/kind/name to scale"
     )
 
+    def __post_init__(self) -> None:
+        check_one_of("scaler", self.scaler, ("local", "kubernetes"))
+        check_not_negative(self, "min_prefill", "min_decode", "cooldown_s", "queue_low", "kv_low")
+        check_positive(self, "interval_s", "pending_timeout_s", "queue_high", "kv_high")
+        for pool in ("prefill", "decode"):
+            low, high = getattr(self, f"min_{pool}"), getattr(self, f"max_{pool}")
+            if low > high:
+                raise ConfigError(f"min_{pool} is {low}, above max_{pool}, which is {high}")
+        if self.worker_budget < max(1, self.min_prefill + self.min_decode):
+            raise ConfigError(
+                f"worker_budget must hold min_prefill and min_decode, not {self.worker_budget}"
+            )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpConfig:
@@ -214,10 +260,10 @@ class UpConfig:
     log_dir: str | None = _flag(None, "keeps the services' logs there")
 
     def __post_init__(self) -> None:
-        if self.prefill < 0 or self.decode < 1:
-            raise ConfigError("up needs at least one decode worker")
-
-
-def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
-        raise ConfigError(f"{name} must be one of {', '.join(allowed)}, not {value!r}")
+        if self.prefill < 1 or self.decode < 1:
+            raise ConfigError(
+                "up needs at least one prefill and one decode worker; for one that does both, "
+                "use `diptych serve`"
+            )
+        check_positive(self, "ready_timeout_s")
+        check_not_negative(self, "stop_timeout_s")

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import math
 import re
 import types
 import typing
@@ -112,7 +113,7 @@ def build(cls: type, values: Mapping[str, Any], where: str) -> Any:
         ConfigError: an unknown key, a wrong type, or a value outside its range.
     """
     hints = get_type_hints(cls)
-    unknown = sorted(set(values) - set(hints))
+    unknown = sorted(str(name) for name in set(values) - set(hints))
     if unknown:
         raise ConfigError(f"{where}: unknown key {', '.join(unknown)}")
     converted = {
@@ -133,7 +134,7 @@ def _read_yaml(path: str) -> dict[str, Any]:
         raise ConfigError(f"{path} cannot be read: {error}") from None
     if not isinstance(value, dict):
         raise ConfigError(f"{path} must hold one mapping per section")
-    unknown = sorted(set(value) - set(SECTIONS))
+    unknown = sorted(str(name) for name in set(value) - set(SECTIONS))
     if unknown:
         raise ConfigError(
             f"{path}: unknown section {', '.join(unknown)}; known are {', '.join(SECTIONS)}"
@@ -218,8 +219,9 @@ def _integer(value: Any, where: str) -> int:
 
 def _number(value: Any, where: str) -> float:
     try:
-        if isinstance(value, bool):
+        number = float(value)
+        if isinstance(value, bool) or not math.isfinite(number):
             raise ValueError
-        return float(value)
-    except (TypeError, ValueError):
+    except (OverflowError, TypeError, ValueError):
         raise ConfigError(f"{where} must be a number, not {value!r}") from None
+    return number

@@ -15,7 +15,7 @@ from aiohttp import web
 from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
-from diptych.errors import DiptychError
+from diptych.errors import ConfigError, DiptychError
 from diptych.rpc import check_bindable
 
 logger = logging.getLogger(__name__)
@@ -99,7 +99,10 @@ class AdminServer:
         await runner.setup()
         self._runner = runner
         site = web.TCPSite(runner, self.host, self.port)
-        await site.start()
+        try:
+            await site.start()
+        except OSError as error:  # taken since it was checked
+            raise ConfigError(f"cannot listen on {self.host}:{self.port}: {error}") from None
         self.port = int(runner.addresses[0][1])
 
     async def stop(self) -> None:

@@ -271,6 +271,8 @@ def _parse(path: Path) -> dict[str, bytes]:
         if not line.strip() or line.lstrip().startswith("#"):
             continue
         key_id, _, secret = line.strip().partition(":")
+        if key_id in keys:
+            raise ConfigError(f"{path} line {number} repeats the key id {key_id}")
         try:
             keys[key_id] = bytes.fromhex(secret)
         except ValueError:

@@ -27,12 +27,22 @@ def torch_dtype(layout: KVLayout) -> torch.dtype:
 
 
 def allocate(layout: KVLayout, device: torch.device) -> Tensor:
-    """The cache, `layout.shape`, zero."""
+    """The cache, `layout.shape`, zero.
+
+    Raises:
+        ConfigError: there is not that much memory.
+    """
     dtype = torch_dtype(layout)
-    if device.type != "cpu":
-        return torch.zeros(layout.shape, dtype=dtype, device=device)
-    # numpy's zeros are fresh pages, taken when first written; torch's are written at once
-    raw = np.zeros(layout.num_blocks * block_bytes(layout), np.uint8)
+    size = layout.num_blocks * block_bytes(layout)
+    try:
+        if device.type != "cpu":
+            return torch.zeros(layout.shape, dtype=dtype, device=device)
+        # numpy's zeros are fresh pages, taken when first written; torch's are written at once
+        raw = np.zeros(size, np.uint8)
+    except (MemoryError, ValueError, torch.OutOfMemoryError):
+        raise ConfigError(
+            f"a KV cache of {layout.num_blocks} blocks, {size / GIB:.1f} GiB, does not fit {device}"
+        ) from None
     return torch.from_numpy(raw).view(dtype).view(layout.shape)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import os
 import shutil
 import signal
@@ -25,7 +26,9 @@ def run(settings: Settings, *, aggregated: bool = False) -> int:
     Raises:
         DiptychError: something did not start; nothing is left running.
     """
-    _check_port(settings["router"].host, settings["router"].port)
+    router = settings["router"]
+    for name in ("port", "grpc_port", "admin_port"):
+        _check_port(router.host, getattr(router, name), "--" + name.replace("_", "-"))
     say(f"model {settings['engine'].model}")
     resolve_model(settings["engine"].model, settings["engine"].revision)
     directory = Path(tempfile.mkdtemp(prefix="diptych-"))
@@ -37,7 +40,10 @@ def run(settings: Settings, *, aggregated: bool = False) -> int:
 
 async def _run(settings: Settings, directory: Path, aggregated: bool) -> int:
     logs = Path(settings["up"].log_dir or directory / "logs")
-    logs.mkdir(parents=True, exist_ok=True)
+    try:
+        logs.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"logs cannot be kept in {logs}: {error.strerror}") from None
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -96,13 +102,21 @@ def _print_invitation(settings: Settings) -> None:
     )
 
 
-def _check_port(host: str, port: int) -> None:
+def _check_port(host: str, port: int, flag: str) -> None:
     """Say at once that the port is taken, rather than after the model has loaded."""
     try:
-        with socket.create_server((host, port)):
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        with socket.create_server((host, port), family=family):
             pass
     except OSError as error:
-        raise ConfigError(
-            f"cannot listen on {host}:{port}: {os.strerror(error.errno or 0)}; "
-            "another server may be running, or choose --port"
-        ) from None
+        advice = ""
+        if error.errno == errno.EADDRINUSE:
+            advice = f"; another server may be running, or choose {flag}"
+        raise ConfigError(f"cannot listen on {host}:{port}: {_reason(error)}{advice}") from None
+
+
+def _reason(error: OSError) -> str:
+    """Without the address, which `create_server` adds."""
+    if isinstance(error, socket.gaierror) or error.errno is None:
+        return error.strerror or str(error)
+    return os.strerror(error.errno)

@@ -53,7 +53,8 @@ class ModelConfig:
     @classmethod
     def from_directory(cls, path: Path) -> ModelConfig:
         raw = _read_json(path / "config.json")
-        architecture = (raw.get("architectures") or ["none"])[0]
+        named = raw.get("architectures")
+        architecture = named[0] if isinstance(named, list) and named else named or "none"
         if architecture not in ARCHITECTURES:
             raise ModelLoadError(
                 f"architecture {architecture} of {path} is not supported; "
@@ -62,10 +63,26 @@ class ModelConfig:
         if quantisation := raw.get("quantization_config"):
             method = quantisation.get("quant_method") if isinstance(quantisation, dict) else None
             raise ModelLoadError(f"{path} has weights quantised by {method}: not supported")
+        activation = raw.get("hidden_act") or "silu"
+        if activation not in ("silu", "swish"):
+            raise ModelLoadError(f"activation {activation} of {path} is not supported, only silu")
         try:
-            return cls._from_raw(path, architecture, raw)
-        except (KeyError, TypeError, ValueError) as error:
+            config = cls._from_raw(path, architecture, raw)
+            config._check()
+            return config
+        except (ArithmeticError, KeyError, TypeError, ValueError) as error:
             raise ModelLoadError(f"{path / 'config.json'} is not valid: {error!r}") from error
+
+    def _check(self) -> None:
+        """Raise ValueError for sizes that no model has."""
+        sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads")
+        for name in (*sizes, "num_kv_heads", "head_dim", "max_position"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}")
+        if self.num_heads % self.num_kv_heads or self.head_dim % 2:
+            raise ValueError(
+                f"{self.num_heads} heads of {self.head_dim} over {self.num_kv_heads} KV heads"
+            )
 
     @classmethod
     def _from_raw(cls, path: Path, architecture: str, raw: dict[str, Any]) -> ModelConfig:
