@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from diptych.bench import peer_vllm
 from diptych.bench.offline import (
     add_engine_arguments,
     make_llm,
@@ -22,6 +23,7 @@ from diptych.engine.llm import LLM
 from diptych.errors import ConfigError
 from diptych.sampling_params import SamplingParams
 
+DEFAULT_OUTPUT_LEN = 128
 MIN_LEN, MAX_PROMPT_LEN, MAX_TOTAL_LEN = 4, 1024, 2048
 
 
@@ -77,10 +79,26 @@ def main(args: argparse.Namespace) -> int:
         f"{figures['input_tokens_per_second']:.1f} input tok/s, "
         f"{figures['output_tokens_per_second']:.1f} output tok/s"
     )
+    _say_peer(args, device, figures)
     say(f"Total num prompt tokens: {num_prompt}")
     say(f"Total num output tokens: {num_output}")
     report("throughput", args, device, figures)
     return 0
+
+
+def _say_peer(args: argparse.Namespace, device: str, figures: dict[str, Any]) -> None:
+    """What the peer reached, where it was measured with the same settings on the same device."""
+    if args.dataset_name != "random" or not peer_vllm.applies(args.model, args.dtype, device):
+        return
+    key = (args.num_prompts, args.input_len, args.output_len or DEFAULT_OUTPUT_LEN)
+    for name, kind, table in (
+        ("total", "tokens_per_second", peer_vllm.TOTAL_TOKENS_PER_S),
+        ("output", "output_tokens_per_second", peer_vllm.OUTPUT_TOKENS_PER_S),
+    ):
+        if key in table:
+            peer, goal = table[key]
+            say(f"{peer_vllm.NAME}: {peer:.0f} {name} tok/s, ours {figures[kind] / peer:.2f} x")
+            say(f"goal {goal:.0f} {name} tok/s: {'met' if figures[kind] >= goal else 'missed'}")
 
 
 def _figures(
@@ -100,7 +118,7 @@ def _figures(
 def _samples(args: argparse.Namespace, llm: LLM) -> list[Sample]:
     rng = random.Random(args.seed)
     if args.dataset_name == "random":
-        output_len = args.output_len or 128
+        output_len = args.output_len or DEFAULT_OUTPUT_LEN
         prompts = random_prompts(rng, args.num_prompts, args.input_len, llm.model_config.vocab_size)
         return [Sample(p["prompt_token_ids"], output_len) for p in prompts]
     if args.dataset_path is None:

@@ -1,0 +1,169 @@
+"""A ladder measures what it is asked for, keeps its record, and draws it again."""
+
+import json
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from diptych.bench import ladder_table, peer_vllm
+from diptych.bench.ladder import (
+    POINTS,
+    PREFILL,
+    QUICK_POINTS,
+    QUICK_PREFILL,
+    Point,
+    parse_point,
+)
+from diptych.bench.ladder_record import DecodeRow, Ladder
+from diptych.bench.roofline import Roofline
+from diptych.bench.startup import StartUp, process_age_s
+from diptych.cli import main
+from diptych.errors import ConfigError
+from diptych.models.config import ModelConfig
+from tests.bench.test_roofline import SHAPES
+
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 512,
+}
+
+
+@pytest.fixture(scope="module")
+def record(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The record of a small ladder of a model that is only a config.json."""
+    folder = tmp_path_factory.mktemp("ladder")
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    flags = ["--points=1@8,3@8", "--prefill=2x20", "--latency=2x4+6"]
+    engine = [f"--model={folder}", "--load-format=dummy", "--device=cpu", "--num-threads=1"]
+    assert main(["bench", "ladder", *flags, *engine, f"--result-dir={folder / 'results'}"]) == 0
+    (path,) = (folder / "results").glob("*.json")
+    return path
+
+
+def read(path: Path) -> dict[str, Any]:
+    value: dict[str, Any] = json.loads(path.read_text())
+    return value
+
+
+def test_tpot_is_the_difference_of_the_best_runs(record: Path) -> None:
+    rows = read(record)["decode"]
+    assert [(row["batch"], row["context"]) for row in rows] == [(1, 8), (3, 8)]
+    for row in rows:
+        assert len(row["short_s"]) == len(row["long_s"]) == 2
+        tpot_s = (min(row["long_s"]) - min(row["short_s"])) / 128
+        assert row["tpot_s"] == pytest.approx(tpot_s)
+        assert row["times_floor"] == pytest.approx(row["tpot_s"] / row["floor_s"])
+
+
+def test_the_record_says_what_was_measured(record: Path) -> None:
+    found = read(record)
+    assert {"date", "commit", "versions", "device", "settings"} <= found.keys()
+    (prefill,) = found["prefill"]
+    assert prefill["tokens_per_s"] == pytest.approx(40 / prefill["time_s"])
+    (latency,) = found["latency"]
+    assert (latency["batch"], latency["input_len"], latency["output_len"]) == (2, 4, 6)
+    assert found["start_up"]["ready_s"] > 0
+    assert found["saturation_batch"]["predicted"] > 0
+    assert found["peer"] is None, "the peer's figures are of another model"
+    assert found["skipped"] == []
+
+
+def test_a_record_can_be_shown_again(record: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "ladder", f"--from-json={record}"]) == 0
+    out = capsys.readouterr().out
+    for part in ("own imports", "2 x 20", "2 x 4 + 6", "3 @ 8", "saturation batch"):
+        assert part in out
+    assert ("no plot" in out) == (find_spec("matplotlib") is None)
+
+
+@pytest.mark.filterwarnings("default")
+def test_the_plot_is_a_png(record: Path) -> None:
+    pytest.importorskip("matplotlib")
+    picture = record.with_suffix(".png")
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_what_the_budget_does_not_hold_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    engine = [f"--model={tmp_path}", "--load-format=dummy", "--device=cpu", "--num-threads=1"]
+    flags = ["--points=1@8", "--prefill=1x8", "--latency", "--budget-s=0"]
+    assert main(["bench", "ladder", *engine, *flags, f"--result-dir={tmp_path}"]) == 0
+    assert "1 x 8 left out" in capsys.readouterr().out
+    (path,) = tmp_path.glob("*ladder*.json")
+    assert read(path)["skipped"] == ["1 x 8", "1 x 8"]
+
+
+def test_points_are_read() -> None:
+    assert parse_point("8@1k") == Point(8, 1024)
+    assert parse_point("4@32000") == Point(4, 32000)
+    assert parse_point("16x1024") == Point(16, 1024)
+    assert parse_point("8x32+128") == Point(8, 32, 128)
+
+
+@pytest.mark.parametrize("text", ["8", "0@8", "8@", "8@1m", "8x4+0"])
+def test_what_is_no_point_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="no point"):
+        parse_point(text)
+
+
+def test_nothing_to_measure_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "ladder", "--points", "--prefill", "--latency"]) == 1
+    assert "nothing" in capsys.readouterr().err
+
+
+def test_a_broken_record_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "broken.json"
+    file.write_text("{}")
+    assert main(["bench", "ladder", f"--from-json={file}"]) == 1
+    assert "broken.json" in capsys.readouterr().err
+
+
+def test_the_peer_has_a_figure_for_every_default_row() -> None:
+    points = [parse_point(text) for text in f"{POINTS} {QUICK_POINTS}".split()]
+    assert {(p.batch, p.length) for p in points} == peer_vllm.TPOT_MS.keys()
+    prefill = [parse_point(text) for text in f"{PREFILL} {QUICK_PREFILL}".split()]
+    assert {(p.batch, p.length) for p in prefill} == peer_vllm.PREFILL_MS.keys()
+
+
+def test_peer_goal_and_floor_stand_beside_ours(capsys: pytest.CaptureFixture[str]) -> None:
+    model = ModelConfig.from_directory(SHAPES / "llama-3.1-8b")
+    ladder = Ladder(
+        roofline=Roofline(model=model),
+        start_up=StartUp(own_imports_s=0.8, torch_import_s=3.0, engine_s=20.0),
+        device="cuda",
+        device_name="NVIDIA H200",
+        peer=True,
+    )
+    for batch, tpot_ms in ((1, 4.4), (256, 17.0)):
+        row = DecodeRow(
+            batch=batch,
+            context=1024,
+            tpot_s=tpot_ms / 1e3,
+            short_s=[1.0],
+            long_s=[2.0],
+            floor_s=ladder.roofline.decode_s(batch, 1024),
+            mean_context=1104,
+        )
+        ladder.decode.append(row)
+    ladder_table.show(ladder)
+    out = capsys.readouterr().out.splitlines()
+    (line,) = [line for line in out if line.startswith("1 @ 1024")]
+    assert line.split()[3:8] == ["4.400", "4.985", "4.450", "3.522", "1.25"]
+    assert out[-2:] == ["goals met: 2 of 4", "missed: ready, TPOT 256@1024"]
+    again = Ladder.from_json(json.loads(json.dumps(ladder.to_json())))
+    assert again.decode == ladder.decode
+    assert again.saturation() == ladder.saturation()
+
+
+def test_a_process_knows_its_age() -> None:
+    assert 0 < process_age_s() < 3600
