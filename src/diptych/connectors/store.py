@@ -19,15 +19,16 @@ class ServiceStore:
         results = self._client.put_many(
             [PutItem(key, data.nbytes, _writer(data)) for key, data in items]
         )
-        checksums = [r.checksum if r.outcome is Outcome.OK else None for r in results]
-        there = [i for i, r in enumerate(results) if r.outcome is Outcome.EXISTS]
-        if there:
-            # an earlier writer's bytes may differ in the last bits: the commit needs their checksum
-            read = self._client.get_many([items[i][0] for i in there], lambda i, view: None)
-            for i, result in zip(there, read, strict=True):
-                right_size = result.num_bytes == items[i][1].nbytes
-                if result.outcome is Outcome.OK and right_size:
-                    checksums[i] = result.checksum
+        # an earlier writer's bytes may differ in the last bits: the commit carries their checksum
+        known = (Outcome.OK, Outcome.EXISTS)
+        checksums = [r.checksum if r.outcome in known else None for r in results]
+        unknown = [
+            i for i, r in enumerate(results) if r.outcome is Outcome.EXISTS and not r.checksum
+        ]
+        if unknown:
+            read = self._client.get_many([items[i][0] for i in unknown], lambda i, view: None)
+            for i, result in zip(unknown, read, strict=True):
+                checksums[i] = result.checksum if result.outcome is Outcome.OK else None
         return checksums
 
     def get_many(self, items: Sequence[tuple[bytes, memoryview]]) -> list[bool]:
