@@ -6,7 +6,9 @@ FROM ${BASE_IMAGE}
 ARG TORCH=torch==2.13.0
 ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
 ARG EXTRAS=embedded
-ENV PYTHONSAFEPATH=1 PYTHONUNBUFFERED=1 PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
+# Bases of Debian and Ubuntu need PIP_BREAK_SYSTEM_PACKAGES: the image is the environment.
+ENV PYTHONSAFEPATH=1 PYTHONUNBUFFERED=1 \
+    PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_BREAK_SYSTEM_PACKAGES=1
 RUN if [ -n "${TORCH}" ]; then python3 -m pip install --extra-index-url "${TORCH_INDEX}" "${TORCH}"; fi
 WORKDIR /opt/diptych
 # Both ends of the three links under src/diptych are copied.

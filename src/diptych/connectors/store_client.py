@@ -41,6 +41,8 @@ _CHANNEL_OPTIONS = [
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1_000),
+    # a store that moved to another address behind its name (another pod, say) is found in seconds
+    ("grpc.dns_min_time_between_resolutions_ms", 1_000),
 ]
 
 
