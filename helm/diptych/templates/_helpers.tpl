@@ -117,9 +117,9 @@ others do not run. Takes (path of the startup probe, seconds it may take). */}}
 {{- define "diptych.probes" -}}
 startupProbe:
   httpGet: {path: {{ index . 0 }}, port: admin}
-  periodSeconds: 5
+  periodSeconds: 2
   timeoutSeconds: 5
-  failureThreshold: {{ div (add (index . 1) 4) 5 }}
+  failureThreshold: {{ div (add (index . 1) 1) 2 }}
 readinessProbe:
   httpGet: {path: /readyz, port: admin}
   periodSeconds: 5
