@@ -1,12 +1,14 @@
 """Sampling on a GPU is sampling on a CPU: the same bits, the same tokens."""
 
 import numpy as np
+import pytest
 import torch
 
 from diptych.engine.noise import gumbel_noise, random_bits
 from diptych.engine.sampler import sample
 from diptych.engine.sampling_rows import RowTokens, SamplingRows
 from diptych.engine.step import NewRequest
+from diptych.engine.vector_math import settle_vector_math
 from diptych.sampling_params import SamplingParams
 
 CUDA, CPU = torch.device("cuda"), torch.device("cpu")
@@ -21,6 +23,11 @@ KINDS = [
     {"temperature": 0.0, "frequency_penalty": 1.0, "logit_bias": {7: 3.0}},
     {"temperature": 1.0, "allowed_token_ids": [5, 6, 700], "min_tokens": 9},
 ]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def settled() -> None:
+    settle_vector_math()
 
 
 def test_the_noise_has_the_same_bits() -> None:

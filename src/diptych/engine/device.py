@@ -7,6 +7,7 @@ from dataclasses import replace
 import torch
 
 from diptych.config import EngineConfig
+from diptych.engine.vector_math import settle_vector_math
 from diptych.errors import ConfigError, ModelLoadError
 from diptych.models.config import ModelConfig
 
@@ -69,6 +70,7 @@ def set_up(config: EngineConfig, device: torch.device) -> None:
     """Make the device current, and give torch its threads and its precision."""
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
+    settle_vector_math()
     if device.type == "cuda":
         torch.cuda.set_device(device)
         torch.set_float32_matmul_precision("highest")  # no TF32: float32 means float32
