@@ -18,6 +18,12 @@ class Ops(Protocol):
     An `Ops` serves one thread: it may keep workspaces and plans from one call to the next.
     """
 
+    @property
+    def capturable(self) -> bool:
+        """Whether decode steps of these ops may be captured in a CUDA graph: no value on the
+        device decides a launch."""
+        ...
+
     def store_kv(
         self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor
     ) -> None: ...
@@ -58,6 +64,10 @@ class Ops(Protocol):
     ) -> tuple[Tensor, Tensor]: ...
 
     def silu_mul(self, x: Tensor) -> Tensor: ...
+
+    def gumbel_argmax(
+        self, logits: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor
+    ) -> Tensor: ...
 
 
 def select_ops(device: torch.device, attention_backend: str = "auto") -> Ops:

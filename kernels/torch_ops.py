@@ -53,6 +53,8 @@ class TorchOps:
     Making one sets the allocator of the process up for it (`keep_freed_memory`).
     """
 
+    capturable = False
+
     def __init__(self) -> None:
         keep_freed_memory()
         self._slots: _Memo[tuple[Tensor, Tensor, Tensor | None]] = _Memo()
@@ -150,6 +152,8 @@ class TorchOps:
             return reference.silu_mul(x)
         gate, up = x.chunk(2, dim=-1)
         return functional.silu(gate).mul_(up)
+
+    gumbel_argmax = staticmethod(reference.gumbel_argmax)
 
 
 def _attend(

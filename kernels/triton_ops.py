@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from diptych.kernels.gumbel_argmax import gumbel_argmax
 from diptych.kernels.paged_decode_attention import paged_decode_attention
 from diptych.kernels.paged_prefill_attention import paged_prefill_attention
 from diptych.kernels.rms_norm import add_rms_norm, rms_norm
@@ -13,6 +14,8 @@ from diptych.kernels.store_kv import store_kv
 class TritonOps:
     """`dispatch.Ops` by Triton kernels."""
 
+    capturable = True
+
     store_kv = staticmethod(store_kv)
     paged_prefill_attention = staticmethod(paged_prefill_attention)
     paged_decode_attention = staticmethod(paged_decode_attention)
@@ -20,3 +23,4 @@ class TritonOps:
     add_rms_norm = staticmethod(add_rms_norm)
     rope = staticmethod(rope)
     silu_mul = staticmethod(silu_mul)
+    gumbel_argmax = staticmethod(gumbel_argmax)

@@ -2,7 +2,7 @@ import math
 
 import torch
 
-from diptych.engine.noise import gumbel_noise, random_bits
+from diptych.kernels.noise import gumbel_noise, random_bits
 
 GOLDEN = [
     [-1180416570, 119544175, 1826903161, -1997671052],

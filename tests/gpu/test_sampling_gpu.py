@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 import torch
 
-from diptych.engine.noise import gumbel_noise, random_bits
 from diptych.engine.sampler import sample
 from diptych.engine.sampling_rows import RowTokens, SamplingRows
 from diptych.engine.step import NewRequest
 from diptych.engine.vector_math import settle_vector_math
+from diptych.kernels.noise import gumbel_noise, random_bits
 from diptych.sampling_params import SamplingParams
 
 CUDA, CPU = torch.device("cuda"), torch.device("cpu")

@@ -61,6 +61,11 @@ def launch_all(dtype: torch.dtype, heads: int, kv_heads: int, dim: int, size: in
     ops.rms_norm(q, empty(dim), 1e-5)
     ops.add_rms_norm(empty(tokens, 512), empty(tokens, 512), empty(512), 1e-5)
     ops.silu_mul(empty(tokens, 1024))
+    floats = empty(8, 6, dtype=torch.float32)
+    ints = empty(8, 2, dtype=torch.int64)
+    ops.gumbel_argmax(
+        empty(8, 1000 * dim, dtype=torch.float32), floats[:, 0], ints[:, 0], positions[:8]
+    )
     for hint in (0, 1):
         ops.paged_prefill_attention(q, k_cache, v_cache, tables, starts, lengths, 0.1, window, hint)
         ops.paged_decode_attention(

@@ -20,7 +20,6 @@ _WITHOUT_EFFECT = frozenset(
         "disable_log_requests",
         "disable_log_stats",
         "enable_log_requests",
-        "enforce_eager",
         "max_seq_len_to_capture",
         "swap_space",
         "trust_remote_code",

@@ -8,9 +8,11 @@ import time
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from diptych.config import EngineConfig
 from diptych.connectors.base import KVConnectorWorker, KVLayout
+from diptych.engine.captured_decode import CapturedDecode, capture_decode
 from diptych.engine.device import (
     choose_device,
     choose_dtype,
@@ -19,11 +21,12 @@ from diptych.engine.device import (
     set_up,
     with_device_defaults,
 )
+from diptych.engine.graphs import GraphPool, batch_sizes, context_lengths, graph_bytes
 from diptych.engine.input_batch import InputBatch
 from diptych.engine.kv_cache import allocate, cpu_kv_bytes, gpu_kv_bytes, num_kv_blocks
 from diptych.engine.runner import ModelRunner
 from diptych.engine.step import ModelRunnerOutput, SchedulerOutput
-from diptych.engine.warm_up import peak_memory, warm_up
+from diptych.engine.warm_up import decode_memory, peak_memory, warm_up
 from diptych.errors import EngineError, ModelLoadError
 from diptych.kernels.dispatch import Ops, select_ops
 from diptych.models.config import ModelConfig
@@ -55,9 +58,12 @@ class UniprocExecutor:
             with_device_defaults(config, self._device), max_model_len=self.max_model_len
         )
         self._namespace = self._digest()
-        model = self._load_model(select_ops(self._device, config.attention_backend))
+        ops = select_ops(self._device, config.attention_backend)
+        on_gpu = self._device.type == "cuda"
+        self._captures = on_gpu and ops.capturable and not config.enforce_eager
+        model = self._load_model(ops)
         self._layout = self._size_kv_cache(model)
-        self._runner: ModelRunner | None = self._make_runner(model)
+        self._runner: ModelRunner | None = self._make_runner(model, ops)
         _log.info(
             "loaded %s (%s) on %s in %.1f s: %d KV blocks of %d tokens",
             self.model_config.path.name,
@@ -133,14 +139,22 @@ class UniprocExecutor:
         if self._config.num_kv_blocks is not None:
             budget = (0, "")
         elif self._device.type == "cuda":
-            peak = peak_memory(model, layout, self._config, self.max_model_len, self._device)
-            budget = gpu_kv_bytes(self._config, self._device, peak)
+            budget = gpu_kv_bytes(self._config, self._device, self._gpu_bytes(model, layout))
         else:
             budget = cpu_kv_bytes(self._config)
         count = num_kv_blocks(self._config, layout, self.max_model_len, *budget)
         return replace(layout, num_blocks=count)
 
-    def _make_runner(self, model: Decoder) -> ModelRunner:
+    def _gpu_bytes(self, model: Decoder, layout: KVLayout) -> int:
+        """What weights, activations and graphs take at their peak."""
+        sized = (model, layout, self._config, self.max_model_len, self._device)
+        if not self._captures:
+            return peak_memory(*sized)
+        sizes = batch_sizes(self._config.max_num_seqs or 1)
+        num_graphs = len(sizes) * len(context_lengths(self.max_model_len))
+        return peak_memory(*sized) + graph_bytes(num_graphs, decode_memory(*sized))
+
+    def _make_runner(self, model: Decoder, ops: Ops) -> ModelRunner:
         kv_cache = allocate(self._layout, self._device)
         warm_up(model, kv_cache, self._layout, self.max_model_len)
         batch = InputBatch(
@@ -150,4 +164,20 @@ class UniprocExecutor:
             self.model_config.vocab_size,
             self._device,
         )
-        return ModelRunner(model, kv_cache, self._layout, batch, self._connector)
+        decode = self._capture(model, ops, kv_cache, batch) if self._captures else None
+        return ModelRunner(model, kv_cache, self._layout, batch, self._connector, decode)
+
+    def _capture(
+        self, model: Decoder, ops: Ops, kv_cache: Tensor, batch: InputBatch
+    ) -> CapturedDecode:
+        captured = capture_decode(
+            model,
+            ops,
+            kv_cache,
+            batch,
+            vocab_size=self.model_config.vocab_size,
+            max_model_len=self.max_model_len,
+            capture=GraphPool(self._device),
+        )
+        torch.cuda.empty_cache()
+        return captured

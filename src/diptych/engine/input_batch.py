@@ -7,15 +7,15 @@ worked out over rows at once, with no loop over requests.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from diptych.engine.sampling_rows import SamplingRows
+from diptych.engine.decode_step import DecodeRows
+from diptych.engine.pinned import Uploads
+from diptych.engine.sampling_rows import RowTokens, SamplingRows
 from diptych.engine.step import NewRequest, RunningRequest, SchedulerOutput
-from diptych.engine.to_device import to_device
 from diptych.models.layers import ForwardBatch
 
 Int32Array = NDArray[np.int32]
@@ -49,7 +49,12 @@ class InputBatch:
         max_num_seqs, max_model_len: rows, and tokens of a row.
         block_size: tokens of a KV block.
         vocab_size: of the model's logits.
-        device: where steps are built.
+        device: where steps run.
+
+    Attributes:
+        block_tables: `[max_num_seqs, blocks]` int32 on the device, up to date once a step's inputs
+            are made; entries past a row's blocks mean nothing.
+        uploads: how arrays get to the device.
     """
 
     def __init__(
@@ -61,7 +66,9 @@ class InputBatch:
         device: torch.device,
     ) -> None:
         self._block_size = block_size
-        self._device = device
+        self.max_num_seqs = max_num_seqs
+        self._on_host = device.type == "cpu"
+        self.uploads = Uploads(device)
         self._free_rows = list(reversed(range(max_num_seqs)))
         self._row_of: dict[str, int] = {}
         blocks = -(-max_model_len // block_size) + 1
@@ -71,14 +78,19 @@ class InputBatch:
         self.num_prompt_tokens: Int64Array = np.zeros(max_num_seqs, np.int64)
         self.num_computed_tokens: Int64Array = np.zeros(max_num_seqs, np.int64)
         self._block_tables: Int32Array = np.zeros((max_num_seqs, blocks), np.int32)
+        # on a CPU the host's array
+        self.block_tables = torch.from_numpy(self._block_tables).to(device)
+        # (row, first, end) of the entries that the device does not have yet
+        self._changed: list[tuple[int, int, int]] = []
         self._num_blocks: Int64Array = np.zeros(max_num_seqs, np.int64)
-        self.sampling = SamplingRows(max_num_seqs, vocab_size, device)
+        self.sampling = SamplingRows(max_num_seqs, vocab_size, device, self.uploads)
 
     def __len__(self) -> int:
         return len(self._row_of)
 
     def apply(self, step: SchedulerOutput) -> None:
         """Bring the rows to the state at the start of `step`."""
+        self.uploads.begin_step()
         for request_id in step.finished_request_ids:
             self._remove(request_id)
         for new in step.new_requests:
@@ -100,24 +112,48 @@ class InputBatch:
 
     def forward_batch(self, step: StepRows) -> ForwardBatch:
         """The step's tensors on the device."""
-        put = partial(to_device, device=self._device)
+        self._flush()
         counts = step.end - step.first
         total = int(step.starts[-1])
         rows = np.repeat(step.rows, counts)
         positions = np.arange(total) + np.repeat(step.first - step.starts[:-1], counts)
-        blocks = self._block_tables[rows, positions // self._block_size]
-        slots = blocks.astype(np.int64) * self._block_size + positions % self._block_size
         max_seq_len = int(step.end.max())
         width = -(-max_seq_len // self._block_size)
+        input_ids, at, slots, starts, lengths, members = self.uploads.put_all(
+            self.token_ids[rows, positions].astype(np.int64),
+            positions,
+            self._slots(rows, positions),
+            step.starts.astype(np.int32),
+            step.end.astype(np.int32),
+            step.rows,
+        )
         return ForwardBatch(
-            input_ids=put(self.token_ids[rows, positions].astype(np.int64)),
-            positions=put(positions),
-            slot_mapping=put(slots),
-            query_start_loc=put(step.starts.astype(np.int32)),
-            seq_lens=put(step.end.astype(np.int32)),
-            block_tables=put(self._block_tables[step.rows, :width]),
+            input_ids=input_ids,
+            positions=at,
+            slot_mapping=slots,
+            query_start_loc=starts,
+            seq_lens=lengths,
+            block_tables=self.block_tables[:, :width].index_select(0, members),
             max_query_len=int(counts.max()),
             max_seq_len=max_seq_len,
+        )
+
+    def decodes(self, step: StepRows) -> bool:
+        """Whether each row computes its last token alone, to sample the next."""
+        one_each = len(step.samples) == len(step.rows) == int(step.starts[-1])
+        return one_each
+
+    def decode_rows(self, step: StepRows) -> DecodeRows:
+        """The inputs of a step that `decodes`; the rows on the device are up to date."""
+        self._flush()
+        self.sampling.flush()
+        rows, positions = step.rows, step.first
+        return DecodeRows(
+            rows=rows,
+            input_ids=self.token_ids[rows, positions].astype(np.int64),
+            positions=positions,
+            slots=self._slots(rows, positions),
+            num_outputs=self.num_tokens[rows] - self.num_prompt_tokens[rows],
         )
 
     def append(self, step: StepRows, token_ids: Int64Array) -> None:
@@ -126,8 +162,25 @@ class InputBatch:
         self.token_ids[rows, self.num_tokens[rows]] = token_ids
         self.num_tokens[rows] += 1
 
-    def output_token_ids(self, row: int) -> Int32Array:
-        return self.token_ids[row, self.num_prompt_tokens[row] : self.num_tokens[row]]
+    def row_tokens(self, rows: Int64Array) -> RowTokens:
+        """The known tokens of these rows."""
+        return RowTokens(rows, self.token_ids, self.num_prompt_tokens[rows], self.num_tokens[rows])
+
+    def _slots(self, rows: Int64Array, positions: Int64Array) -> Int64Array:
+        blocks = self._block_tables[rows, positions // self._block_size].astype(np.int64)
+        slots: Int64Array = blocks * self._block_size + positions % self._block_size
+        return slots
+
+    def _flush(self) -> None:
+        """Bring the block tables on the device up to date."""
+        if self._changed and not self._on_host:
+            width = self._block_tables.shape[1]
+            index = np.concatenate(
+                [np.arange(row * width + at, row * width + end) for row, at, end in self._changed]
+            )
+            where, blocks = self.uploads.put_all(index, self._block_tables.reshape(-1)[index])
+            self.block_tables.view(-1).index_copy_(0, where, blocks)
+        self._changed.clear()
 
     def _add(self, new: NewRequest) -> None:
         self._remove(new.request_id)
@@ -148,9 +201,11 @@ class InputBatch:
             self._append_blocks(row, running.new_block_ids[0])
 
     def _append_blocks(self, row: int, block_ids: list[int]) -> None:
-        start = self._num_blocks[row]
-        self._block_tables[row, start : start + len(block_ids)] = block_ids
-        self._num_blocks[row] = start + len(block_ids)
+        start = int(self._num_blocks[row])
+        end = start + len(block_ids)
+        self._block_tables[row, start:end] = block_ids
+        self._num_blocks[row] = end
+        self._changed.append((row, start, end))
 
     def _remove(self, request_id: str) -> None:
         row = self._row_of.pop(request_id, None)

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import numpy as np
 import torch
 from torch import Tensor
 
 from diptych.connectors.base import KVConnectorMetadata, KVConnectorWorker, KVLayout
+from diptych.engine.captured_decode import CapturedDecode
 from diptych.engine.input_batch import InputBatch, StepRows
 from diptych.engine.logprobs import TopLogprobs, concatenate
+from diptych.engine.pinned import TokenReader
 from diptych.engine.request import TokenLogprobs
 from diptych.engine.sampler import sample
-from diptych.engine.sampling_rows import NO_LOGPROBS, RowTokens
+from diptych.engine.sampling_rows import NO_LOGPROBS
 from diptych.engine.step import ModelRunnerOutput, SchedulerOutput
-from diptych.engine.to_device import to_device
-from diptych.models.layers import KVView
+from diptych.models.layers import layer_views
 from diptych.models.llama import Decoder
 
 # positions whose logits exist at one time while prompt log probabilities are worked out
@@ -24,7 +23,12 @@ _LOGITS_CHUNK = 128
 
 
 class ModelRunner:
-    """Holds the model, its KV cache and the rows of the requests in the batch."""
+    """Holds the model, its KV cache and the rows of the requests in the batch.
+
+    Args:
+        model, kv_cache, layout, batch, connector: what it runs on.
+        decode: decode steps, captured; None runs them as the others, one kernel after another.
+    """
 
     def __init__(
         self,
@@ -33,17 +37,17 @@ class ModelRunner:
         layout: KVLayout,
         batch: InputBatch,
         connector: KVConnectorWorker | None = None,
+        decode: CapturedDecode | None = None,
     ) -> None:
         self._model = model
         self._kv_cache = kv_cache
-        self._kv_views = [
-            KVView(kv_cache[:, :, layer, 0], kv_cache[:, :, layer, 1])
-            for layer in range(layout.num_layers)
-        ]
+        self._kv_views = layer_views(kv_cache)
         self._batch = batch
         self._connector = connector
+        self._decode = decode
         self._device = kv_cache.device
-        self._put = partial(to_device, device=kv_cache.device)
+        self._put = batch.uploads.put
+        self._reader = TokenReader(batch.max_num_seqs, kv_cache.device)
         if connector is not None:
             connector.register_kv_caches(kv_cache, layout)
 
@@ -58,29 +62,55 @@ class ModelRunner:
 
     def _run(self, step: SchedulerOutput) -> ModelRunnerOutput:
         rows = self._batch.step_rows(step.num_scheduled_tokens)
+        if self._decode is not None and self._batch.decodes(rows):
+            return self._run_captured(rows, self._decode)
         hidden = self._model.forward(
             self._batch.forward_batch(rows), self._kv_views, self._connector
         )
         output = ModelRunnerOutput(prompt_logprobs=self._prompt_logprobs(rows, hidden))
         if len(rows.samples):
-            self._sample(rows, hidden, output)
+            ends = self._put(rows.starts[rows.samples + 1] - 1)
+            self._sample(rows, self._model.logits(hidden[ends]), output)
         elif self._device.type == "cuda":
             torch.cuda.synchronize(self._device)  # saves begin when the KV is in the cache
         return output
 
-    def _sample(self, rows: StepRows, hidden: Tensor, output: ModelRunnerOutput) -> None:
-        """Sample a token for each of `rows.samples`, into the rows and into `output`."""
+    def _run_captured(self, rows: StepRows, decode: CapturedDecode) -> ModelRunnerOutput:
+        """A decode step; what its graph cannot sample is sampled from the graph's logits."""
+        if self._connector is not None:
+            for layer in range(len(self._kv_views)):
+                self._connector.wait_for_layer_load(layer)
+        count = len(rows.rows)
+        decode.step.load(self._batch.decode_rows(rows))
+        decode.graphs.replay(count, int(rows.end.max()))
+        plain = self._batch.sampling.is_plain[rows.rows].all()
+        output = ModelRunnerOutput()
+        tokens = decode.step.tokens[:count] if plain else None
+        self._sample(rows, decode.step.logits[:count], output, tokens)
+        return output
+
+    def _sample(
+        self,
+        rows: StepRows,
+        logits: Tensor,
+        output: ModelRunnerOutput,
+        sampled: Tensor | None = None,
+    ) -> None:
+        """Sample a token for each of `rows.samples`, into the rows and into `output`.
+
+        Args:
+            logits: `[R, V]` float32; overwritten where `sampled` is not given.
+            sampled: `[R]`, the tokens if they are known.
+        """
         samples, batch = rows.samples, self._batch
-        logits = self._model.logits(hidden[self._put(rows.starts[samples + 1] - 1)])
         members = rows.rows[samples]
         wanted = np.flatnonzero(batch.sampling.logprobs[members] != NO_LOGPROBS)
         raw = logits[self._put(wanted)] if len(wanted) else None
-        tokens = RowTokens(
-            members, batch.token_ids, batch.num_prompt_tokens[members], batch.num_tokens[members]
-        )
-        sampled = sample(logits, batch.sampling.batch(tokens))
-        chosen: list[int] = sampled.tolist()
-        batch.append(rows, np.array(chosen, np.int64))
+        if sampled is None:
+            sampled = sample(logits, batch.sampling.batch(batch.row_tokens(members)))
+        tokens = self._reader.read(sampled)
+        batch.append(rows, tokens)
+        chosen: list[int] = tokens.tolist()
         names = [rows.request_ids[i] for i in samples.tolist()]
         output.sampled_token_ids = {
             name: [token] for name, token in zip(names, chosen, strict=True)

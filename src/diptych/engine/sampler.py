@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from diptych.engine.noise import gumbel_noise
+from diptych.kernels.noise import gumbel_noise
 
 # rows with a top_k up to this take a partial sort
 _PARTIAL_SORT = 1024
@@ -138,7 +138,7 @@ def _constrain(logits: Tensor, constraint: Constraint, banned: list[int]) -> Non
     if constraint.allowed is not None:
         logits.masked_fill_(~constraint.allowed, -torch.inf)
     if banned:
-        logits[torch.tensor(banned, device=logits.device)] = -torch.inf
+        logits.index_fill_(0, _index(banned, logits.device), -torch.inf)
     if len(constraint.bias_ids):
         logits.index_add_(0, constraint.bias_ids, constraint.bias)
 
@@ -172,13 +172,20 @@ def _limit(logits: Tensor, rows: RandomRows) -> None:
         depth = _PARTIAL_SORT
     for members, count in ((by_topk, depth), (by_sort, vocab)):
         if members:
-            index = torch.tensor(members, device=logits.device)
+            index = _index(members, logits.device)
             values = logits[index].topk(count).values
             least = _least_kept(values, rows.top_k[index, None], rows.top_p[index, None])
             _remove_below(logits, index, least)
     if rows.limited_by_topp:
-        index = torch.tensor(rows.limited_by_topp, device=logits.device)
+        index = _index(rows.limited_by_topp, logits.device)
         _remove_below(logits, index, _least_by_topp(logits[index], rows.top_p[index, None]))
+
+
+def _index(members: list[int], device: torch.device) -> Tensor:
+    """On a GPU a copy that the host does not wait for."""
+    if device.type == "cpu":
+        return torch.tensor(members)
+    return torch.tensor(members, pin_memory=True).to(device, non_blocking=True)
 
 
 def _remove_below(logits: Tensor, index: Tensor, least: Tensor) -> None:

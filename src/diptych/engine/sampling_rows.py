@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import zlib
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
+from diptych.engine.pinned import Uploads
 from diptych.engine.sampler import Constraint, Penalties, RandomRows, SamplingBatch
 from diptych.engine.step import NewRequest
-from diptych.engine.to_device import to_device
 
 NO_LOGPROBS = -2
 _TEMPERATURE, _TOP_P, _MIN_P, _PRESENCE, _FREQUENCY, _REPETITION = range(6)
@@ -47,15 +47,24 @@ class RowTokens:
 class SamplingRows:
     """Sampling parameters of `max_num_seqs` rows."""
 
-    def __init__(self, max_num_seqs: int, vocab_size: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        max_num_seqs: int,
+        vocab_size: int,
+        device: torch.device,
+        uploads: Uploads | None = None,
+    ) -> None:
         self._vocab_size = vocab_size
         self._device = device
-        self._put = partial(to_device, device=device)
+        self._uploads = uploads or Uploads(device)
         self._floats = np.tile(np.array(_NEUTRAL, np.float32), (max_num_seqs, 1))
         self._ints = np.zeros((max_num_seqs, 2), np.int64)
         # on a CPU the row tensors are the host's arrays
         self._float_rows = torch.from_numpy(self._floats).to(device)
         self._int_rows = torch.from_numpy(self._ints).to(device)
+        self._changed: set[int] = set()
+        # greedy, or a temperature and nothing else
+        self.is_plain = np.zeros(max_num_seqs, np.bool_)
         self.logprobs = np.full(max_num_seqs, NO_LOGPROBS, np.int64)
         self.prompt_logprobs = np.full(max_num_seqs, NO_LOGPROBS, np.int64)
         self._constraints: dict[int, Constraint] = {}
@@ -74,21 +83,40 @@ class SamplingRows:
         # the seed travels with the request; its name stands in where a caller brings none
         seed = zlib.crc32(new.request_id.encode()) if params.seed is None else params.seed
         self._ints[row] = (seed, params.top_k if params.top_k < self._vocab_size else 0)
-        if self._device.type != "cpu":
-            self._float_rows[row].copy_(torch.from_numpy(self._floats[row]))
-            self._int_rows[row].copy_(torch.from_numpy(self._ints[row]))
+        self._changed.add(row)
         self.logprobs[row] = _width(params.logprobs, self._vocab_size)
         self.prompt_logprobs[row] = _width(params.prompt_logprobs, self._vocab_size)
         constraint = self._make_constraint(new)
         if constraint is not None:
             self._constraints[row] = constraint
+        self.is_plain[row] = constraint is None and self._samples_plainly(row)
 
     def clear(self, row: int) -> None:
         """The request of `row` left."""
         self._constraints.pop(row, None)
 
+    @property
+    def temperatures(self) -> Tensor:
+        """`[max_num_seqs]` on the device; 0 for a greedy row."""
+        return self._float_rows[:, _TEMPERATURE]
+
+    @property
+    def seeds(self) -> Tensor:
+        """`[max_num_seqs]` int64 on the device."""
+        return self._int_rows[:, _SEED]
+
+    def flush(self) -> None:
+        """Bring the rows on the device up to date."""
+        if self._changed and self._device.type != "cpu":
+            rows = np.array(sorted(self._changed), np.int64)
+            index, floats, ints = self._uploads.put_all(rows, self._floats[rows], self._ints[rows])
+            self._float_rows.index_copy_(0, index, floats)
+            self._int_rows.index_copy_(0, index, ints)
+        self._changed.clear()
+
     def batch(self, tokens: RowTokens) -> SamplingBatch:
         """What the sampler needs for these rows, and no more."""
+        self.flush()
         floats = self._floats[tokens.rows]
         return SamplingBatch(
             constraints=self._step_constraints(tokens) if self._constraints else [],
@@ -101,7 +129,9 @@ class SamplingRows:
         if not random.any():
             return None
         top_k, top_p = self._ints[tokens.rows, _TOP_K], floats[:, _TOP_P]
-        on_device = self._put(tokens.rows)
+        on_device, positions = self._uploads.put_all(
+            tokens.rows, tokens.num_tokens - tokens.num_prompt_tokens
+        )
         f, i = self._float_rows[on_device], self._int_rows[on_device]
         return RandomRows(
             temperature=f[:, _TEMPERATURE],
@@ -113,8 +143,15 @@ class SamplingRows:
             limited_by_topp=np.flatnonzero((top_k == 0) & (top_p < 1.0)).tolist(),
             max_top_k=int(top_k.max()),
             seeds=i[:, _SEED],
-            positions=self._put(tokens.num_tokens - tokens.num_prompt_tokens),
+            positions=positions,
         )
+
+    def _samples_plainly(self, row: int) -> bool:
+        floats = self._floats[row]
+        if tuple(floats[_PRESENCE:]) != _NEUTRAL[_PRESENCE:]:
+            return False
+        limited = floats[_TOP_P] < 1.0 or floats[_MIN_P] > 0.0 or self._ints[row, _TOP_K] > 0
+        return bool(floats[_TEMPERATURE] == 0.0 or not limited)
 
     def _make_constraint(self, new: NewRequest) -> Constraint | None:
         params = new.sampling_params
@@ -155,11 +192,13 @@ class SamplingRows:
         prompt = at < tokens.num_prompt_tokens[members, None]
         output = ~prompt & (at < tokens.num_tokens[members, None])
         known = known + np.arange(len(members))[:, None] * self._vocab_size
-        values = self._put(floats[members, _PRESENCE:])
+        on_device, prompt_ids, output_ids, values = self._uploads.put_all(
+            members, known[prompt], known[output], floats[members, _PRESENCE:]
+        )
         return Penalties(
-            members=self._put(members),
-            prompt=self._put(known[prompt]),
-            output=self._put(known[output]),
+            members=on_device,
+            prompt=prompt_ids,
+            output=output_ids,
             presence=values[:, 0:1],
             frequency=values[:, 1:2],
             repetition=values[:, 2:3],

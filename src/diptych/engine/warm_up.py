@@ -9,7 +9,7 @@ from diptych.config import EngineConfig
 from diptych.connectors.base import KVLayout
 from diptych.engine.kv_cache import allocate
 from diptych.engine.sampler import RandomRows, SamplingBatch, sample
-from diptych.models.layers import ForwardBatch, KVView
+from diptych.models.layers import ForwardBatch, layer_views
 from diptych.models.llama import Decoder
 
 
@@ -41,11 +41,32 @@ def peak_memory(
     each = min(tokens, max_model_len)
     cache = allocate(layout, device)
     torch.cuda.reset_peak_memory_stats(device)
+    _run(model, cache, layout, most, 1, most, max_model_len)
     _run(model, cache, layout, max(tokens // each, 1), each, most, each)
     torch.cuda.synchronize(device)
     peak = torch.cuda.max_memory_allocated(device)
     torch.cuda.empty_cache()
     return peak
+
+
+@torch.inference_mode()
+def decode_memory(
+    model: Decoder,
+    layout: KVLayout,
+    config: EngineConfig,
+    max_model_len: int,
+    device: torch.device,
+) -> int:
+    """Bytes of GPU memory that the largest decode step takes, weights and KV cache aside."""
+    most = config.max_num_seqs or 1
+    cache = allocate(layout, device)
+    torch.cuda.synchronize(device)
+    before = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    batch = _make_batch(layout, most, 1, max_model_len, device)
+    model.logits(model.forward(batch, layer_views(cache)))
+    torch.cuda.synchronize(device)
+    return torch.cuda.max_memory_allocated(device) - before
 
 
 def _run(
@@ -60,9 +81,18 @@ def _run(
     """`sequences` of `tokens` each, launched as for one of `longest`; block 0 stands for all blocks
     and nothing is written."""
     device = kv_cache.device
+    batch = _make_batch(layout, sequences, tokens, longest, device)
+    hidden = model.forward(batch, layer_views(kv_cache))
+    rows = torch.arange(samples, device=device) % (sequences * tokens)
+    sample(model.logits(hidden[rows]), SamplingBatch(random=_random_rows(samples, device)))
+
+
+def _make_batch(
+    layout: KVLayout, sequences: int, tokens: int, longest: int, device: torch.device
+) -> ForwardBatch:
     total = sequences * tokens
     blocks = -(-tokens // layout.block_size)
-    batch = ForwardBatch(
+    return ForwardBatch(
         input_ids=torch.zeros(total, dtype=torch.int64, device=device),
         positions=torch.arange(tokens, device=device).repeat(sequences),
         slot_mapping=torch.full((total,), -1, dtype=torch.int64, device=device),
@@ -72,11 +102,12 @@ def _run(
         max_query_len=tokens,
         max_seq_len=longest,
     )
-    views = [KVView(kv_cache[:, :, i, 0], kv_cache[:, :, i, 1]) for i in range(layout.num_layers)]
-    hidden = model.forward(batch, views)
-    rows = torch.arange(samples, device=device) % total
-    ones, zeros = torch.ones(samples, device=device), torch.zeros_like(rows)
-    random = RandomRows(
+
+
+def _random_rows(samples: int, device: torch.device) -> RandomRows:
+    ones = torch.ones(samples, device=device)
+    zeros = torch.zeros(samples, dtype=torch.int64, device=device)
+    return RandomRows(
         temperature=ones,
         all_random=True,
         min_p=None,
@@ -88,4 +119,3 @@ def _run(
         seeds=zeros,
         positions=zeros,
     )
-    sample(model.logits(hidden[rows]), SamplingBatch(random=random))

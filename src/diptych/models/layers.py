@@ -45,6 +45,14 @@ class KVView:
     v: Tensor
 
 
+def layer_views(kv_cache: Tensor) -> list[KVView]:
+    """The layers of a cache `[num_blocks, H_kv, layers, 2, block_size, D]`."""
+    return [
+        KVView(kv_cache[:, :, layer, 0], kv_cache[:, :, layer, 1])
+        for layer in range(kv_cache.shape[2])
+    ]
+
+
 class Linear:
     """`x @ weight.T + bias`, of one matrix or of several with the same input, fused."""
 

@@ -92,7 +92,7 @@ class Decoder:
                 hooks.save_kv_layer(index)
         return x if residual is None else x + residual
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """`[R, N]` hidden states to `[R, V]` float32 logits."""
-        normed = self._ops.rms_norm(hidden, self._norm, self._eps)
-        return self._head(normed).float()
+    def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+        """`[R, N]` hidden states to `[R, V]` float32 logits, into `out` where given."""
+        logits = self._head(self._ops.rms_norm(hidden, self._norm, self._eps))
+        return logits.float() if out is None else out.copy_(logits)

@@ -22,10 +22,10 @@ def gumbel_noise(seeds: Tensor, positions: Tensor, num_tokens: int) -> Tensor:
         `[R, num_tokens]` float32.
     """
     bits = random_bits(seeds, positions, num_tokens)
-    # 23 bits and a half fill (0, 1) without its ends, each value exact in float32
-    uniform = (bits >> 9).bitwise_and_(0x7FFFFF).float().add_(0.5).mul_(2.0**-23)
-    # log1p: small draws, which decide, keep their resolution
-    return uniform.neg_().log1p_().neg_().log_().neg_()
+    # 23 bits and a half fill (0, 1) without its ends; so do they from 1 downwards, each exact in
+    # float32: small draws, which decide, keep their resolution
+    uniform = (bits >> 9).bitwise_and_(0x7FFFFF).float().add_(0.5).mul_(-(2.0**-23)).add_(1.0)
+    return uniform.log_().neg_().log_().neg_()
 
 
 def random_bits(seeds: Tensor, positions: Tensor, num_tokens: int) -> Tensor:

@@ -1,0 +1,47 @@
+"""Decode steps, captured: the tensors they run over, and their graphs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from diptych.engine.decode_step import DecodeStep
+from diptych.engine.graphs import Capture, DecodeGraphs, batch_sizes, context_lengths
+from diptych.engine.input_batch import InputBatch
+from diptych.kernels.dispatch import Ops
+from diptych.models.layers import layer_views
+from diptych.models.llama import Decoder
+
+
+@dataclass(frozen=True, slots=True)
+class CapturedDecode:
+    """`step.load` its rows, `graphs.replay` it, read `step.logits` and `step.tokens`."""
+
+    step: DecodeStep
+    graphs: DecodeGraphs
+
+
+def capture_decode(
+    model: Decoder,
+    ops: Ops,
+    kv_cache: Tensor,
+    batch: InputBatch,
+    *,
+    vocab_size: int,
+    max_model_len: int,
+    capture: Capture,
+) -> CapturedDecode:
+    """Capture decode steps of the rows of `batch`; the cache stays as it is."""
+    step = DecodeStep(
+        model,
+        ops,
+        layer_views(kv_cache),
+        block_tables=batch.block_tables,
+        temperatures=batch.sampling.temperatures,
+        seeds=batch.sampling.seeds,
+        vocab_size=vocab_size,
+        block_size=kv_cache.shape[4],
+    )
+    sizes, contexts = batch_sizes(batch.max_num_seqs), context_lengths(max_model_len)
+    return CapturedDecode(step, DecodeGraphs(step.run, sizes, contexts, capture))

@@ -1,0 +1,114 @@
+"""Decode steps captured as CUDA graphs, for a ladder of batch sizes and of context lengths.
+
+A graph is launched for the next larger size, with padding rows that write no KV and read none, and
+for the next longer context, which decides how far attention splits its keys and how wide its block
+tables are. All graphs share one memory pool: only one runs at a time.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Protocol
+
+import torch
+
+logger = logging.getLogger(__name__)
+
+_CONTEXTS = (2048, 8192, 32768)
+# the driver's share of a graph of a few hundred kernels, and slack of the pool
+_BYTES_PER_GRAPH = 3 << 20
+
+
+class Capture(Protocol):
+    """Makes something that repeats what `run` does to the device; `run` may be called for it."""
+
+    def __call__(self, run: Callable[[], None]) -> Callable[[], None]: ...
+
+
+def batch_sizes(max_num_seqs: int) -> list[int]:
+    """Sizes that graphs are captured for, ascending: padding costs at most 7 rows up to 64, then at
+    most a quarter."""
+    steps = [1, 2, 4, *range(8, 64, 8), *range(64, 128, 16), *range(128, 256, 32)]
+    steps += range(256, max(max_num_seqs, 256), 64)
+    return [size for size in steps if size < max_num_seqs] + [max_num_seqs]
+
+
+def context_lengths(max_model_len: int) -> list[int]:
+    """Context lengths that graphs are captured for, ascending."""
+    return [length for length in _CONTEXTS if length < max_model_len] + [max_model_len]
+
+
+def fit(ladder: Sequence[int], wanted: int) -> int:
+    """The least of an ascending ladder that holds `wanted`."""
+    return ladder[bisect_left(ladder, wanted)]
+
+
+def graph_bytes(num_graphs: int, step_bytes: int) -> int:
+    """What the graphs take: the activations of the largest step, and their own."""
+    return step_bytes + num_graphs * _BYTES_PER_GRAPH
+
+
+class GraphPool:
+    """`Capture` as CUDA graphs over one memory pool, on one stream.
+
+    Capture larger steps first: smaller ones then live in what those left.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def __call__(self, run: Callable[[], None]) -> Callable[[], None]:
+        self._stream.wait_stream(torch.cuda.current_stream())
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.stream(self._stream):
+            run()  # compiles kernels and makes workspaces, which capture may not
+            self._stream.synchronize()
+            # transfer threads may go on calling CUDA
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                run()
+            finally:
+                graph.capture_end()
+        return graph.replay
+
+
+class DecodeGraphs:
+    """One graph per size and context length.
+
+    Args:
+        step: `step(size, context)` runs a decode step of so many rows on the device, over static
+            tensors, whatever they hold.
+        sizes, contexts: the ladders, ascending.
+        capture: how a step becomes repeatable.
+    """
+
+    def __init__(
+        self,
+        step: Callable[[int, int], None],
+        sizes: Sequence[int],
+        contexts: Sequence[int],
+        capture: Capture,
+    ) -> None:
+        started = time.monotonic()
+        self._sizes, self._contexts = sizes, contexts
+        self._replays = {
+            (size, context): capture(partial(step, size, context))
+            for size in reversed(sizes)
+            for context in reversed(contexts)
+        }
+        logger.info(
+            "captured %d decode graphs in %.1f s", len(self._replays), time.monotonic() - started
+        )
+
+    def padded(self, num_rows: int) -> int:
+        """Rows of the graph that runs `num_rows`."""
+        return fit(self._sizes, num_rows)
+
+    def replay(self, num_rows: int, longest: int) -> None:
+        """Run the step of `num_rows` sequences, the longest of `longest` tokens."""
+        self._replays[fit(self._sizes, num_rows), fit(self._contexts, longest)]()
