@@ -112,7 +112,7 @@ def test_capture_leaves_the_cache_as_it_was(model) -> None:
 
 
 def test_two_hundred_steps_allocate_nothing(model) -> None:
-    driver = driver_of(model, num_kv_blocks=64)
+    driver = driver_of(model, num_kv_blocks=128)
     step = decoding(driver, 5)
     for _ in range(20):
         driver.step(step)
