@@ -12,7 +12,7 @@ from typing import Any
 from diptych.config_sources import Settings, add_flags, load
 from diptych.errors import DiptychError
 
-_BENCHES = ("latency", "throughput", "ladder", "kernels", "kvstore", "up")
+_BENCHES = ("latency", "throughput", "ladder", "startup", "kernels", "kvstore", "up")
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -167,3 +167,13 @@ def test_peer_goal_and_floor_stand_beside_ours(capsys: pytest.CaptureFixture[str
 
 def test_a_process_knows_its_age() -> None:
     assert 0 < process_age_s() < 3600
+
+
+def test_what_was_measured_before_a_failure_is_kept(tmp_path: Path) -> None:
+    """The second point does not fit the context that the flags set."""
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    engine = [f"--model={tmp_path}", "--load-format=dummy", "--device=cpu", "--num-threads=1"]
+    flags = ["--points", "--prefill=1x8,1x200", "--latency", "--max-model-len=160"]
+    assert main(["bench", "ladder", *engine, *flags, f"--result-dir={tmp_path}"]) == 1
+    (path,) = tmp_path.glob("*ladder*.json")
+    assert [row["input_len"] for row in read(path)["prefill"]] == [8]

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from diptych import LLM, SamplingParams
 from diptych.cli import main
 from tests.tiny_models import make_tiny_model
 
@@ -97,3 +98,22 @@ def test_a_config_alone_is_enough(model: str, tmp_path: Path) -> None:
 def test_an_unknown_shape_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "latency", "--model=shape:none", "--device=cpu"]) == 1
     assert "llama-3.1-8b, qwen3-8b" in capsys.readouterr().err
+
+
+def test_start_up_is_the_sum_of_its_parts(model: str, tmp_path: Path) -> None:
+    figures = bench("startup", model, tmp_path / "out.json")
+    parts = [figures[name] for name in ("own_imports_s", "torch_import_s", "engine_s")]
+    assert sum(parts) == pytest.approx(figures["ready_s"])
+
+
+def test_random_weights_are_written_as_they_would_be_drawn(tmp_path: Path, model: str) -> None:
+    written = tmp_path / "written"
+    flags = ["--device=cpu", "--load-format=dummy", f"--write-weights={written}"]
+    assert main(["bench", "startup", "--model", model, *flags]) == 0
+    prompt, params = [5, 6, 7, 8], SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    answers = []
+    for directory, load_format in ((model, "dummy"), (str(written), "auto")):
+        with LLM(directory, load_format=load_format, device="cpu", num_threads=1) as llm:
+            answers.append(llm.generate([prompt], params, use_tqdm=False)[0].outputs[0].token_ids)
+    assert answers[0] == answers[1]
+    assert main(["bench", "startup", "--model", model, *flags]) == 1, "nothing is overwritten"

@@ -97,9 +97,12 @@ def main(args: argparse.Namespace) -> int:
             peer=peer_vllm.applies(args.model, args.dtype, llm.device),
         )
         ladder_table.show_start(ladder)
-        _Measure(llm, args, ladder).run(prefill, latency, points)
-    ladder_table.show_end(ladder)
-    _write(args, ladder)
+        try:
+            _Measure(llm, args, ladder).run(prefill, latency, points)
+        finally:
+            # what was measured before a failure is kept
+            ladder_table.show_end(ladder)
+            _write(args, ladder)
     return 0
 
 

@@ -62,13 +62,15 @@ def show_decode(ladder: Ladder, row: DecodeRow) -> None:
     if row is ladder.decode[0]:
         say(f"{'TPOT, ms':16} {_HEAD} {'tok/s':>8} {'TFLOP/s':>7} {'TB/s':>5}")
     rates = ladder.decode_rates(row)
+    # the difference of two long times is only as good as both
+    note = "  one round" if len(row.long_s) < 2 else ""
     _say_row(
         f"{row.batch} @ {row.context}",
         row.tpot_s * 1e3,
         tpot_figure(ladder, row),
         row.floor_s * 1e3,
         3,
-        f" {rates['tokens_per_s']:8.0f} {rates['tflop_per_s']:7.0f} {rates['tb_per_s']:5.2f}",
+        f" {rates['tokens_per_s']:8.0f} {rates['tflop_per_s']:7.0f} {rates['tb_per_s']:5.2f}{note}",
     )
 
 
