@@ -147,22 +147,9 @@ class Inference:
             raise UnavailableError("no worker is ready")
         self.processor.max_model_len = max_model_len
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._threads, self._process_now, call)
-
-    def _process_now(self, call: GenerationCall) -> ProcessedRequest:
-        prompt = call.prompt
-        if isinstance(prompt, ChatPrompt):
-            return self.processor.chat(
-                prompt.messages,
-                call.sampling,
-                add_generation_prompt=prompt.add_generation_prompt,
-                **prompt.template_variables,
-            )
-        if isinstance(prompt, TextPrompt):
-            return self.processor.completion(
-                prompt.text, call.sampling, add_special_tokens=prompt.add_special_tokens
-            )
-        return self.processor.completion(prompt.token_ids, call.sampling)
+        return await loop.run_in_executor(
+            self._threads, process_prompt, self.processor, call.prompt, call.sampling
+        )
 
     async def _deltas(
         self,
@@ -216,3 +203,21 @@ class Inference:
         self._metrics.generation_tokens.inc(num_output)
         self._metrics.cached_tokens.inc(state.num_cached_tokens)
         self._metrics.ended(str(state.finish_reason))
+
+
+def process_prompt(
+    processor: Processor, prompt: Prompt, sampling: SamplingParams
+) -> ProcessedRequest:
+    """Render, tokenise and check one prompt in any of its forms; raises as `Processor` does."""
+    if isinstance(prompt, ChatPrompt):
+        return processor.chat(
+            prompt.messages,
+            sampling,
+            add_generation_prompt=prompt.add_generation_prompt,
+            **prompt.template_variables,
+        )
+    if isinstance(prompt, TextPrompt):
+        return processor.completion(
+            prompt.text, sampling, add_special_tokens=prompt.add_special_tokens
+        )
+    return processor.completion(prompt.token_ids, sampling)

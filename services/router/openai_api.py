@@ -20,6 +20,8 @@ MAX_PROMPTS = 256
 MAX_CACHE_SALT = 1024
 COMPLETION_MAX_TOKENS = 16
 _INT64 = 2**63
+# names that the request sets by its own fields, or that are not the template's
+_TEMPLATE_OWN = ("messages", "add_generation_prompt", "tools", "chat_template", "self", "params")
 
 _UNSUPPORTED = (
     "best_of",
@@ -248,7 +250,7 @@ def _chat_prompt(fields: JsonBody) -> ChatPrompt:
         _check_message(index, message)
     generation_prompt = fields.boolean("add_generation_prompt")
     variables = fields.object("chat_template_kwargs") or {}
-    for name in ("messages", "add_generation_prompt", "tools", "chat_template"):
+    for name in _TEMPLATE_OWN:
         if name in variables:
             raise InvalidRequestError(
                 f"chat_template_kwargs must not have {name}", param="chat_template_kwargs"

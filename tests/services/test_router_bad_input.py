@@ -145,6 +145,8 @@ BAD: list[tuple[str, str, bytes, int, str]] = [
     ("guided_json", CHAT, chat(guided_json={}), 400, "guided_json is not supported"),
     ("structured_outputs", CHAT, chat(structured_outputs={"json": {}}), 400, "structured_outputs"),
     ("logits_processors", TEXT, text(logits_processors=["a"]), 400, "logits_processors"),
+    ("template variable self", CHAT, chat(chat_template_kwargs={"self": 1}), 400, "must not have"),
+    ("template variables", CHAT, chat(chat_template_kwargs=[1]), 400, "chat_template_kwargs"),
     ("a template of the client", CHAT, chat(chat_template="{{1}}"), 400, "chat_template is not"),
 ]
 
