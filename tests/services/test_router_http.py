@@ -10,7 +10,13 @@ import openai
 import pytest
 
 from tests.services.fake_worker import AGGREGATED, DECODE, PREFILL, FakeWorker
-from tests.services.router_fixture import ANSWER, running_router, tiny_directory, tiny_script
+from tests.services.router_fixture import (
+    ANSWER,
+    running_router,
+    tiny_directory,
+    tiny_script,
+    until,
+)
 
 pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("one_event_loop")]
 MESSAGES: Any = [{"role": "user", "content": "What is the capital of France?"}]
@@ -122,6 +128,19 @@ async def test_a_stop_string_cuts_the_text_and_ends_the_work(model: Path) -> Non
         assert choice["text"] == ANSWER[: ANSWER.index(" Paris")]
         assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", " Paris")
         assert body["usage"]["completion_tokens"] < len(decode.script)
+
+
+async def test_a_stop_string_in_token_1_cancels_the_hand_off(model: Path) -> None:
+    prefill, decode = split_workers(model)
+    prefill.commits = False
+    async with running_router(model, [prefill, decode]) as router:
+        body = {"prompt": "Hello", "max_tokens": 64, "stop": ANSWER[0]}
+        status, answer, _ = await router.post("/v1/completions", body)
+        assert status == 200
+        assert answer["choices"][0]["text"] == ""
+        assert answer["usage"]["completion_tokens"] == 1
+        assert decode.submits == []
+        await until(lambda: prefill.cancels)
 
 
 async def test_several_prompts_give_several_choices(model: Path) -> None:
