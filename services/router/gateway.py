@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, ClassVar
@@ -28,6 +29,7 @@ from diptych.text.output_processor import RequestState
 logger = logging.getLogger(__name__)
 
 RETRY_AFTER_S = 1
+BODY_TIMEOUT_S = 60.0
 _REQUEST_ID = web.RequestKey("request_id", str)
 _DONE = b"data: [DONE]\n\n"
 
@@ -42,6 +44,11 @@ class MethodNotAllowedError(InvalidRequestError):
 class PathNotFoundError(InvalidRequestError):
     http_status: ClassVar[int] = 404
     code: ClassVar[str | None] = "not_found"
+
+
+class RequestTimeoutError(InvalidRequestError):
+    http_status: ClassVar[int] = 408
+    code: ClassVar[str | None] = "request_timeout"
 
 
 class Gateway:
@@ -134,14 +141,32 @@ class Gateway:
         }
 
     async def _completions(self, request: web.Request) -> web.StreamResponse:
-        api = parse_completion(await request.read())
+        api = parse_completion(await self._body(request))
         answering = self._answering(request, api, "cmpl")
         return await self._answer(request, api, CompletionForm(answering))
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
-        api = parse_chat(await request.read())
+        api = parse_chat(await self._body(request))
         answering = self._answering(request, api, "chatcmpl")
         return await self._answer(request, api, ChatForm(answering))
+
+    async def _body(self, request: web.Request) -> bytes:
+        """The body, unpacked.
+
+        Raises:
+            RequestTooLargeError: it is, or says it is, longer than allowed.
+            RequestTimeoutError: it does not arrive.
+            InvalidRequestError: it is not packed as its headers say.
+        """
+        if (request.content_length or 0) > self._max_body_bytes:
+            raise RequestTooLargeError("the body is too large")
+        try:
+            async with asyncio.timeout(BODY_TIMEOUT_S):
+                return await request.read()
+        except TimeoutError:
+            raise RequestTimeoutError(f"no whole body came in {BODY_TIMEOUT_S:g} s") from None
+        except web.RequestPayloadError:
+            raise InvalidRequestError("the body is not encoded as its headers say") from None
 
     def _answering(self, request: web.Request, api: ApiRequest, prefix: str) -> Answering:
         return Answering(

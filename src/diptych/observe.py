@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import Any, NamedTuple, Self
 
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
@@ -32,6 +33,17 @@ def configure_logging(service: str) -> None:
     root.handlers[:] = [handler]
     root.setLevel(level if level in logging.getLevelNamesMapping() else "INFO")
     logging.getLogger("aiohttp.access").setLevel(logging.WARNING)
+    logging.getLogger("aiohttp.server").addFilter(shorten_broken_http)
+
+
+def shorten_broken_http(record: logging.LogRecord) -> bool:
+    """A client that does not speak HTTP is one line: the error would quote what it sent."""
+    error = record.exc_info[1] if record.exc_info else None
+    if isinstance(error, HttpProcessingError | web.RequestPayloadError):
+        record.levelno, record.levelname = logging.INFO, "INFO"
+        record.msg, record.args = "a client sent broken HTTP: %s", (type(error).__name__,)
+        record.exc_info = record.exc_text = None
+    return True
 
 
 def new_registry() -> CollectorRegistry:

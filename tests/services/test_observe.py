@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import os
 import signal
 import subprocess
@@ -14,7 +16,7 @@ import pytest
 from prometheus_client import Counter
 
 from diptych.errors import ConfigError
-from diptych.observe import AdminServer, Status, new_registry
+from diptych.observe import AdminServer, Status, new_registry, shorten_broken_http
 
 SRC = Path(__file__).resolve().parents[2] / "src"
 
@@ -39,6 +41,23 @@ async def test_probes_and_metrics_answer() -> None:
             text = await answer.text()
             assert "diptych:things_total 3.0" in text
             assert "process_resident_memory_bytes" in text
+
+
+@pytest.mark.anyio
+async def test_broken_http_is_one_line_that_does_not_repeat_it(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("aiohttp.server"), "filters", [shorten_broken_http])
+    registry = new_registry()
+    async with AdminServer("127.0.0.1", 0, registry=registry, ready=lambda: Status(True)) as admin:
+        reader, writer = await asyncio.open_connection("127.0.0.1", admin.port)
+        writer.write(b"GET / HTTP/1.1\r\nHost: x\r\nSECRET WORDS\r\n\r\n")
+        assert b"400" in await reader.readline()
+        writer.close()
+
+    assert "a client sent broken HTTP: Bad" in caplog.text
+    assert "SECRET" not in caplog.text
+    assert "Traceback" not in caplog.text
 
 
 @pytest.mark.anyio

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import gzip
 import io
 import json
 from collections.abc import AsyncIterator
@@ -9,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from diptych.services.router import gateway
 from tests.services.fake_worker import AGGREGATED, FakeWorker
 from tests.services.router_fixture import Running, running_router, tiny_directory, tiny_script
 
@@ -226,3 +229,35 @@ async def test_a_request_id_that_cannot_be_echoed_is_refused(router: Running) ->
     assert status == 400
     assert body["error"]["param"] == "X-Request-Id"
     assert headers["X-Request-Id"] != "x" * 300
+
+
+@pytest.mark.parametrize(
+    ("headers", "body", "status", "expected"),
+    [
+        ({"Content-Encoding": "gzip"}, text(), 400, "not encoded as its headers say"),
+        ({"Content-Encoding": "gzip"}, gzip.compress(b" " * 50_000_000), 413, "too large"),
+        ({"Content-Length": "99999999999"}, b"", 413, "too large"),
+        ({"Content-Length": "10"}, b"{", 408, "no whole body came"),
+    ],
+    ids=["not gzip", "a bomb", "too long by its word", "never whole"],
+)
+async def test_a_body_that_cannot_be_read_is_refused(
+    router: Running,
+    monkeypatch: pytest.MonkeyPatch,
+    headers: dict[str, str],
+    body: bytes,
+    status: int,
+    expected: str,
+) -> None:
+    monkeypatch.setattr(gateway, "BODY_TIMEOUT_S", 0.2)
+    host, port = router.url.removeprefix("http://").split(":")
+    lines = {"Host": host, "Content-Length": str(len(body)), **headers}
+    head = "".join(f"{name}: {value}\r\n" for name, value in lines.items())
+    reader, writer = await asyncio.open_connection(host, int(port))
+    writer.write(f"POST {TEXT} HTTP/1.1\r\n{head}\r\n".encode() + body)
+    async with asyncio.timeout(10):
+        answer = await reader.readuntil(b"}}")
+    writer.close()
+
+    assert int(answer.split()[1]) == status
+    assert expected in json.loads(answer[answer.index(b'{"error"') :])["error"]["message"]
