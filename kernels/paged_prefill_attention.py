@@ -12,7 +12,7 @@ from torch import Tensor
 
 from diptych.kernels.tiles import online_softmax, slot_offsets
 
-# Queries from which larger tiles pay (docs/decisions/0002-attention-tiles.md).
+# Queries from which larger tiles pay (docs/decisions/0003-attention-tiles.md).
 LONG_PREFILL = 4096
 
 
