@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import textwrap
+
 from diptych.bench import peer_vllm
 from diptych.bench.ladder_record import DecodeRow, Ladder, TimeRow
 from diptych.bench.offline import say
@@ -84,7 +86,7 @@ def show_end(ladder: Ladder) -> None:
         missed = [name for name, met in results.items() if not met]
         say(f"goals met: {len(results) - len(missed)} of {len(results)}")
         if missed:
-            say(f"missed: {', '.join(missed)}")
+            say(textwrap.fill(f"missed: {', '.join(missed)}", 80))
 
 
 def tpot_figure(ladder: Ladder, row: DecodeRow) -> Figure | None:
