@@ -5,13 +5,10 @@ The state of a request is a `RequestRoute` (pure); this file gives it workers, t
 
 from __future__ import annotations
 
-import asyncio
 import logging
-from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from diptych.clock import Clock
 from diptych.connectors.tickets import TicketIssuer
@@ -25,12 +22,12 @@ from diptych.errors import (
     UnavailableError,
 )
 from diptych.proto import worker_pb2
+from diptych.services.router.inbox import Inbox
 from diptych.services.router.membership import Members
 from diptych.services.router.metrics import RouterMetrics
 from diptych.services.router.picker import Option, Picker, PickRequest
 from diptych.services.router.route import (
     Attempt,
-    Entry,
     Outcome,
     Released,
     RequestRoute,
@@ -57,55 +54,13 @@ class DispatchTimes:
     recovery_s: float = 10.0
 
 
-class _Event(NamedTuple):
-    worker_key: str
-    entry: Entry | None
-    reason: str = ""
-
-
-class _Inbox:
-    """What workers say about one request, until its task takes it.
-
-    Bounded by what the request may still produce: a worker that says more is not believed.
-    """
-
-    def __init__(self, max_events: int) -> None:
-        self._events: deque[_Event] = deque()
-        self._max_events = max_events
-        self._wake = asyncio.Event()
-
-    def on_entry(self, worker_key: str, entry: Entry) -> None:
-        if len(self._events) < self._max_events:
-            self._put(_Event(worker_key, entry))
-        else:
-            self.on_lost(worker_key, "the worker says more than the request can produce")
-
-    def on_lost(self, worker_key: str, reason: str) -> None:
-        self._put(_Event(worker_key, None, reason))
-
-    def _put(self, event: _Event) -> None:
-        self._events.append(event)
-        self._wake.set()
-
-    async def get(self, timeout_s: float) -> _Event | None:
-        """The next event; None after the time."""
-        if not self._events:
-            self._wake.clear()
-            try:
-                async with asyncio.timeout(timeout_s):
-                    await self._wake.wait()
-            except TimeoutError:
-                return None
-        return self._events.popleft()
-
-
 @dataclass(slots=True)
 class _Job:
     """One request under way."""
 
     request: EngineCoreRequest
     route: RequestRoute
-    inbox: _Inbox
+    inbox: Inbox
     deadline: float
     link: WorkerLink | None = None
     prefill_incarnation: str = ""
@@ -150,7 +105,7 @@ class Dispatcher:
         job = _Job(
             request=request,
             route=RequestRoute(max_tokens),
-            inbox=_Inbox(max_tokens + 64),
+            inbox=Inbox(max_tokens + 64),
             deadline=deadline,
         )
         try:

@@ -18,7 +18,9 @@ from diptych.errors import (
     RequestTooLargeError,
 )
 from diptych.observe import Status
-from diptych.services.router.formats import Answering, ChatForm, CompletionForm, Format, error_body
+from diptych.services.router.chat_form import ChatForm
+from diptych.services.router.completion_form import CompletionForm
+from diptych.services.router.formats import Answering, Format, error_body
 from diptych.services.router.inference import GenerationCall, Inference
 from diptych.services.router.merge import News, run_calls
 from diptych.services.router.openai_api import ApiRequest, parse_chat, parse_completion

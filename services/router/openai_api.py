@@ -13,15 +13,13 @@ from typing import Any
 
 from diptych.errors import InvalidRequestError, UnsupportedFeatureError
 from diptych.sampling_params import SamplingParams
-from diptych.services.router.json_body import JsonBody, is_integer
-from diptych.services.router.prompts import ChatPrompt, Prompt, TextPrompt, TokensPrompt
+from diptych.services.router.json_body import JsonBody
+from diptych.services.router.openai_prompts import chat_prompt, completion_prompts
+from diptych.services.router.prompts import Prompt
 
-MAX_PROMPTS = 256
 MAX_CACHE_SALT = 1024
 COMPLETION_MAX_TOKENS = 16
 _INT64 = 2**63
-# names that the request sets by its own fields, or that are not the template's
-_TEMPLATE_OWN = ("messages", "add_generation_prompt", "tools", "chat_template", "self", "params")
 
 _UNSUPPORTED = (
     "best_of",
@@ -86,7 +84,7 @@ def parse_completion(body: bytes) -> ApiRequest:
     fields = JsonBody.parse(body)
     _refuse_unsupported(fields)
     special = fields.boolean("add_special_tokens")
-    prompts = _completion_prompts(fields.raw("prompt"), True if special is None else special)
+    prompts = completion_prompts(fields.raw("prompt"), True if special is None else special)
     logprobs = fields.integer("logprobs")
     max_tokens = fields.integer("max_tokens")
     return _request(
@@ -113,7 +111,7 @@ def parse_chat(body: bytes) -> ApiRequest:
         max_tokens = fields.integer("max_tokens")
     return _request(
         fields,
-        (_chat_prompt(fields),),
+        (chat_prompt(fields),),
         logprobs=_chat_logprobs(fields),
         max_tokens=max_tokens,
     )
@@ -200,83 +198,6 @@ def check_cache_salt(salt: str | None) -> str | None:
             f"cache_salt must have 1 to {MAX_CACHE_SALT} characters", param="cache_salt"
         )
     return salt
-
-
-def _completion_prompts(value: Any, special: bool) -> tuple[Prompt, ...]:
-    """The prompts of a completion: a string, strings, token ids, or lists of token ids."""
-    if isinstance(value, str):
-        value = [value]
-    if not isinstance(value, list):
-        raise InvalidRequestError(
-            "prompt must be a string, a list of strings, a list of token ids, or a list of lists "
-            "of token ids",
-            param="prompt",
-        )
-    if value and all(is_integer(item) for item in value):
-        value = [value]
-    if not value:
-        raise InvalidRequestError("prompt must not be empty", param="prompt")
-    if len(value) > MAX_PROMPTS:
-        raise InvalidRequestError(f"prompt must have at most {MAX_PROMPTS} items", param="prompt")
-    return tuple(_completion_prompt(item, special) for item in value)
-
-
-def _completion_prompt(item: Any, special: bool) -> Prompt:
-    if not isinstance(item, str | list):
-        raise InvalidRequestError(
-            "each prompt must be a string or a list of token ids", param="prompt"
-        )
-    if not item:
-        raise InvalidRequestError("prompt must not be empty", param="prompt")
-    if isinstance(item, str):
-        return TextPrompt(item, add_special_tokens=special)
-    if not all(is_integer(token) for token in item):
-        raise InvalidRequestError("prompt token ids must be integers", param="prompt")
-    return TokensPrompt(tuple(item))
-
-
-def _chat_prompt(fields: JsonBody) -> ChatPrompt:
-    if fields.boolean("add_special_tokens"):
-        raise UnsupportedFeatureError(
-            "add_special_tokens is not supported with messages: the chat template adds them",
-            param="add_special_tokens",
-        )
-    messages = fields.raw("messages")
-    if not isinstance(messages, list):
-        raise InvalidRequestError("messages must be a list", param="messages")
-    if not messages:
-        raise InvalidRequestError("messages must not be empty", param="messages")
-    for index, message in enumerate(messages):
-        _check_message(index, message)
-    generation_prompt = fields.boolean("add_generation_prompt")
-    variables = fields.object("chat_template_kwargs") or {}
-    for name in _TEMPLATE_OWN:
-        if name in variables:
-            raise InvalidRequestError(
-                f"chat_template_kwargs must not have {name}", param="chat_template_kwargs"
-            )
-    return ChatPrompt(
-        messages=tuple(messages),
-        add_generation_prompt=True if generation_prompt is None else generation_prompt,
-        template_variables=variables,
-    )
-
-
-def _check_message(index: int, message: Any) -> None:
-    """The shape of a message; its content is checked where it is rendered."""
-    where = f"messages[{index}]"
-    if not isinstance(message, dict):
-        raise InvalidRequestError(f"{where} must be an object", param="messages")
-    if not isinstance(message.get("role"), str) or not message["role"]:
-        raise InvalidRequestError(f"{where}.role must be a non-empty string", param="messages")
-    if message.get("tool_calls"):
-        raise UnsupportedFeatureError(
-            f"{where}.tool_calls is not supported in this version", param="messages"
-        )
-    if not isinstance(message.get("content"), str | list):
-        raise InvalidRequestError(
-            f"{where}.content must be a string or a list of parts", param="messages"
-        )
 
 
 def _chat_logprobs(fields: JsonBody) -> int | None:
