@@ -42,7 +42,8 @@ from diptych.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
-_HANDLERS_END_S = 2.0
+# after the drain; aiohttp waits twice this long before it cancels a handler
+_HANDLERS_END_S = 0.25
 
 
 @dataclass(frozen=True, slots=True)
