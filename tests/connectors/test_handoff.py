@@ -26,9 +26,11 @@ from diptych.connectors.handoff_machines import (
     Decode,
     Message,
     Prefill,
+    Router,
     Shape,
     step_decode,
     step_prefill,
+    step_router,
 )
 from tests.connectors.planted_bugs import no_quarantine
 
@@ -170,6 +172,10 @@ def test_the_verdict_is_the_same_however_often_it_is_asked() -> None:
     assert isinstance(first.machine, Prefill)
     again = step_prefill(RULES, shape, first.machine, Event.READ_DONE, asked)
     assert again.messages == first.messages
+    release = Message(Event.RELEASE, "prefill", 2)
+    released = step_prefill(RULES, shape, first.machine, Event.RELEASE, release).machine
+    assert isinstance(released, Prefill)
+    assert step_prefill(RULES, shape, released, asked.kind, asked).messages == first.messages
     late = step_prefill(RULES, shape, first.machine, Event.LEASE_END)
     assert late.machine == first.machine
 
@@ -178,6 +184,27 @@ def test_a_read_done_that_nobody_knows_is_answered_gone() -> None:
     asked = Message(Event.READ_DONE, "prefill", 7)
     outcome = step_prefill(RULES, Shape((0, 1), 1, 3, 2), Prefill(), Event.READ_DONE, asked)
     assert [(m.kind, m.epoch) for m in outcome.messages] == [(Event.GONE, 7)]
+
+
+def test_a_ticket_for_an_earlier_life_of_the_worker_is_refused() -> None:
+    shape = Shape((0, 1), 1, 3, 3)
+    offer = Message(Event.OFFER, DECODE, epoch=1)
+    assert step_decode(RULES, shape, Decode(), offer.kind, offer).machine.state is State.OFFERED
+    restarted = Decode(incarnation=1)
+    assert step_decode(RULES, shape, restarted, offer.kind, offer).machine == restarted
+
+
+def test_a_restart_concerns_only_the_attempt_that_uses_the_worker() -> None:
+    shape = Shape((0, 1), 1, 3, 3)
+    news = Message(Event.PREFILL_RESTARTED, "router", incarnation=1)
+    for router, epoch in (
+        (Router(), 2),
+        (Router(local=True), 1),
+        (Router(prefill_incarnation=1), 1),
+        (Router(State.STREAMING), 1),
+    ):
+        after = step_router(RULES, shape, router, news.kind, news, incarnations=(1, 0)).machine
+        assert after.epoch == epoch
 
 
 def test_the_document_shows_the_rules_as_they_are() -> None:

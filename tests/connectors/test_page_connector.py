@@ -187,7 +187,9 @@ def test_a_failed_load_ends_with_the_local_prefix(tmp_path: Path) -> None:
     with running(prefill, decode):
         commit = prefill.send(producer("r", PROMPT))
         store.fails = True
-        assert decode.load(consumer("r", PROMPT, commit), 32).failed_recving == {"r": 32}
+        request = consumer("r", PROMPT, commit)
+        assert decode.load(request, 32).failed_recving == {"r": 32}
+        assert decode.order_load(request, 16) == 0, "a load is tried once"
 
 
 def test_an_aborted_load_is_reported_only_when_its_read_has_ended(tmp_path: Path) -> None:

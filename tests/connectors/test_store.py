@@ -34,7 +34,7 @@ def opener(node: Node, transport: str = "auto", timeout_s: float = 5.0) -> PageS
 
 @pytest.mark.parametrize("transport", ["memory", "stream"])
 def test_a_prompt_moves_through_the_store(node: Node, transport: str) -> None:
-    prompt = [len(transport), *PROMPT]
+    prompt = [*transport.encode(), *PROMPT]
     prefill = Engine(lambda: opener(node, transport), 16, seed=1)
     decode = Engine(lambda: opener(node, transport), 64)
     with running(prefill, decode):

@@ -207,6 +207,16 @@ def test_an_id_is_forgotten_only_once_its_nonces_are_too_old() -> None:
     assert len(verifier._routers[ROUTER].epochs) <= 16
 
 
+def test_an_id_is_remembered_while_its_nonces_are_in_the_window() -> None:
+    issuer, verifier = make_pair(window=8)
+    old, new = issue(issuer, "x", 1), issue(issuer, "x", 2)
+    verifier.admit(new)
+    for n in range(6):
+        verifier.admit(issue(issuer, f"r{n}"))
+    with pytest.raises(StaleTicketError, match="epoch 1"):
+        verifier.admit(old)
+
+
 @given(st.text(max_size=5), st.text(max_size=5))
 def test_no_two_tickets_share_signed_bytes(left: str, right: str) -> None:
     one = worker_pb2.Ticket(request_id=left + right)
