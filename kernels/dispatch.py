@@ -63,6 +63,21 @@ class Ops(Protocol):
         self, q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor
     ) -> tuple[Tensor, Tensor]: ...
 
+    def rope_store_kv(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        positions: Tensor,
+        cos_sin: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        slot_mapping: Tensor,
+        q_weight: Tensor | None = None,
+        k_weight: Tensor | None = None,
+        eps: float = 0.0,
+    ) -> Tensor: ...
+
     def silu_mul(self, x: Tensor) -> Tensor: ...
 
     def gumbel_argmax(

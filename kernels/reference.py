@@ -145,6 +145,38 @@ def rope(q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor) -> tuple[Tens
     return rotate(q), rotate(k)
 
 
+def rope_store_kv(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    positions: Tensor,
+    cos_sin: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+    q_weight: Tensor | None = None,
+    k_weight: Tensor | None = None,
+    eps: float = 0.0,
+) -> Tensor:
+    """Norm each head's query and key, rotate them, write key and value to the cache.
+
+    Args:
+        q, k, v: `[T, H, D]`, `[T, H_kv, D]` twice.
+        positions, cos_sin: as in `rope`.
+        k_cache, v_cache, slot_mapping: as in `store_kv`.
+        q_weight, k_weight: `[D]`, of the norms; None for no norm.
+        eps: of the norms.
+
+    Returns:
+        The queries, `[T, H, D]`.
+    """
+    if q_weight is not None and k_weight is not None:
+        q, k = rms_norm(q, q_weight, eps), rms_norm(k, k_weight, eps)
+    q, k = rope(q, k, positions, cos_sin)
+    store_kv(k, v, k_cache, v_cache, slot_mapping)
+    return q
+
+
 def silu_mul(x: Tensor) -> Tensor:
     """`silu(gate) * up` for x = `[T, 2N]` = (gate, up); returns `[T, N]`, computed in float32."""
     gate, up = x.chunk(2, dim=-1)

@@ -147,6 +147,27 @@ class TorchOps:
         y = torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin).to(q.dtype)
         return y[:, :heads], y[:, heads:]
 
+    def rope_store_kv(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        positions: Tensor,
+        cos_sin: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        slot_mapping: Tensor,
+        q_weight: Tensor | None = None,
+        k_weight: Tensor | None = None,
+        eps: float = 0.0,
+    ) -> Tensor:
+        if q_weight is not None and k_weight is not None:
+            q = self.rms_norm(q.contiguous(), q_weight, eps)
+            k = self.rms_norm(k.contiguous(), k_weight, eps)
+        q, k = self.rope(q, k, positions, cos_sin)
+        self.store_kv(k, v, k_cache, v_cache, slot_mapping)
+        return q
+
     def silu_mul(self, x: Tensor) -> Tensor:
         if x.dtype != torch.float32:
             return reference.silu_mul(x)

@@ -7,6 +7,7 @@ from diptych.kernels.paged_decode_attention import paged_decode_attention
 from diptych.kernels.paged_prefill_attention import paged_prefill_attention
 from diptych.kernels.rms_norm import add_rms_norm, rms_norm
 from diptych.kernels.rope import rope
+from diptych.kernels.rope_store_kv import rope_store_kv
 from diptych.kernels.silu_mul import silu_mul
 from diptych.kernels.store_kv import store_kv
 
@@ -22,5 +23,6 @@ class TritonOps:
     rms_norm = staticmethod(rms_norm)
     add_rms_norm = staticmethod(add_rms_norm)
     rope = staticmethod(rope)
+    rope_store_kv = staticmethod(rope_store_kv)
     silu_mul = staticmethod(silu_mul)
     gumbel_argmax = staticmethod(gumbel_argmax)

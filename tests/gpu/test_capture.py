@@ -77,8 +77,7 @@ def test_the_rest_of_a_layer_replays(ops) -> None:
     residual = torch.randn(4, 512, device=DEVICE)
 
     def layer(impl, k_cache, v_cache):
-        rotated_q, rotated_k = impl.rope(q, k, positions, cos_sin)
-        impl.store_kv(rotated_k, v, k_cache, v_cache, slots)
+        rotated_q = impl.rope_store_kv(q, k, v, positions, cos_sin, k_cache, v_cache, slots)
         normed, total = impl.add_rms_norm(rotated_q.flatten(1), residual, weight, 1e-5)
         return impl.silu_mul(impl.rms_norm(normed, weight, 1e-5)), total
 
@@ -91,3 +90,20 @@ def test_the_rest_of_a_layer_replays(ops) -> None:
     expected = layer(reference, *theirs)
     for got, want in zip((*out, *ours), (*expected, *theirs), strict=True):
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+
+
+def test_sampling_replays_with_other_logits_seeds_and_temperatures(ops) -> None:
+    logits = torch.randn(4, 5000, device=DEVICE)
+    temperatures = torch.tensor([0.0, 0.5, 1.0, 1.5], device=DEVICE)
+    seeds = torch.tensor([1, 2, 3, 4], device=DEVICE)
+    positions = torch.tensor([0, 0, 5, 6], device=DEVICE)
+    args = (logits, temperatures, seeds, positions)
+    graph, out = capture(lambda: ops.gumbel_argmax(*args))
+    for step in range(5):
+        logits.normal_()
+        positions.add_(1)
+        seeds.add_(step)
+        temperatures.copy_(temperatures.roll(1))
+        out.fill_(-1)
+        graph.replay()
+        assert torch.equal(out, reference.gumbel_argmax(*args))

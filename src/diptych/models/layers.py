@@ -96,11 +96,19 @@ class Attention:
         q = q.view(tokens, self._heads, self._dim)
         k = k.view(tokens, self._kv_heads, self._dim)
         v = v.view(tokens, self._kv_heads, self._dim)
-        if self._q_norm is not None and self._k_norm is not None:
-            q = ops.rms_norm(q.contiguous(), self._q_norm, self._eps)
-            k = ops.rms_norm(k.contiguous(), self._k_norm, self._eps)
-        q, k = ops.rope(q, k, batch.positions, cos_sin)
-        ops.store_kv(k, v, kv.k, kv.v, batch.slot_mapping)
+        q = ops.rope_store_kv(
+            q,
+            k,
+            v,
+            batch.positions,
+            cos_sin,
+            kv.k,
+            kv.v,
+            batch.slot_mapping,
+            self._q_norm,
+            self._k_norm,
+            self._eps,
+        )
         return self._out(self._attend(q, batch, kv).reshape(tokens, -1))
 
     def _attend(self, q: Tensor, batch: ForwardBatch, kv: KVView) -> Tensor:

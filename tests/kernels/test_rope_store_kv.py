@@ -1,0 +1,51 @@
+"""The fused start of attention gives what its parts give, one after another."""
+
+import pytest
+import torch
+
+from diptych.kernels import reference
+
+rope_store_kv = pytest.importorskip("diptych.kernels.rope_store_kv").rope_store_kv
+
+
+@pytest.mark.parametrize("norm", [False, True], ids=["plain", "norm"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize(
+    ("tokens", "heads", "kv_heads", "dim", "block_size"),
+    [(1, 9, 3, 64, 16), (7, 4, 4, 80, 64), (13, 32, 8, 128, 32), (3, 5, 1, 16, 16)],
+)
+def test_agrees_with_its_parts(
+    tokens, heads, kv_heads, dim, block_size, dtype, norm, device
+) -> None:
+    torch.manual_seed(0)
+    qkv = torch.randn(tokens, heads + 2 * kv_heads, dim, device=device).to(dtype)
+    q, k, v = qkv.split([heads, kv_heads, kv_heads], dim=1)
+    cos_sin = torch.randn(300, dim, device=device)
+    positions = torch.randint(300, (tokens,), device=device)
+    slots = torch.randperm(256, device=device)[:tokens]
+    slots[2::3] = -1
+    ours = torch.full((256 // block_size, kv_heads, 3, 2, block_size, dim), torch.nan, dtype=dtype)
+    ours = ours.to(device)
+    theirs = ours.clone()
+    weights = (torch.rand(2, dim, device=device) + 0.5).to(dtype).unbind() if norm else (None, None)
+
+    out, expected = (
+        op(q, k, v, positions, cos_sin, kv[:, :, 1, 0], kv[:, :, 1, 1], slots, *weights, 1e-5)
+        for op, kv in ((rope_store_kv, ours), (reference.rope_store_kv, theirs))
+    )
+
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(out, expected, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance, equal_nan=True)
+    # values are moved, not computed
+    assert torch.equal(ours[:, :, 1, 1].nan_to_num(), theirs[:, :, 1, 1].nan_to_num())
+
+
+def test_no_tokens_write_nothing(device) -> None:
+    kv = torch.zeros(2, 1, 1, 2, 16, 64, device=device)
+    empty = torch.zeros(0, 1, 64, device=device)
+    none = torch.zeros(0, dtype=torch.int64, device=device)
+    table = torch.zeros(9, 64, device=device)
+    views = (kv[:, :, 0, 0], kv[:, :, 0, 1])
+    assert rope_store_kv(empty, empty, empty, none, table, *views, none).shape == (0, 1, 64)
+    assert not kv.any()
