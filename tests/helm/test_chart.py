@@ -76,8 +76,11 @@ def test_every_configuration_file_is_one_that_the_service_loads(
 def test_variables_are_ones_that_the_services_read() -> None:
     for pod in pods(render()):
         for item in pod["spec"]["containers"]:
-            names = {entry["name"] for entry in item.get("env", [])}
-            given = {name: "1" for name in names if name.startswith("DIPTYCH_")}
+            given = {
+                entry["name"]: entry["value"].replace("$(POD_IP)", "10.0.0.1")
+                for entry in item.get("env", [])
+                if entry["name"].startswith("DIPTYCH_")
+            }
             load(("worker", "kvstore", "redis"), {}, given)
 
 
