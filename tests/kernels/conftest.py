@@ -1,7 +1,6 @@
 """Kernels run on the GPU where there is one, else in Triton's interpreter on the CPU."""
 
 import importlib.util
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -10,10 +9,6 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-
-if not torch.cuda.is_available():
-    # read when triton is imported
-    os.environ["TRITON_INTERPRET"] = "1"
 
 
 def _repair_interpreter() -> None:
