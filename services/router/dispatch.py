@@ -17,6 +17,7 @@ from diptych.errors import (
     CapacityError,
     DeadlineError,
     DiptychError,
+    DrainingError,
     EngineError,
     InvalidRequestError,
     UnavailableError,
@@ -40,6 +41,8 @@ from diptych.wire import commit_to_proto, sampling_to_proto
 
 logger = logging.getLogger(__name__)
 
+_PAUSE_S = 0.1
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DispatchTimes:
@@ -54,7 +57,7 @@ class DispatchTimes:
     recovery_s: float = 10.0
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Job:
     """One request under way."""
 
@@ -84,6 +87,14 @@ class Dispatcher:
         self._clock = clock
         self._metrics = metrics
         self._times = times or DispatchTimes()
+        self._jobs: set[_Job] = set()
+        self._stopping = False
+
+    def stop(self) -> None:
+        """End every request, now and from now on, with a `DrainingError`."""
+        self._stopping = True
+        for job in self._jobs:
+            job.inbox.on_lost("", "the router stops")
 
     @asynccontextmanager
     async def run(
@@ -98,6 +109,7 @@ class Dispatcher:
             InvalidRequestError: (from the iterator) a worker refuses the request for good.
             CapacityError: every worker's queue is full.
             UnavailableError: there is no worker, or none came back in time.
+            DrainingError: the router stops.
             DeadlineError: the deadline passed.
             EngineError: the request failed on every worker that tried.
         """
@@ -108,10 +120,12 @@ class Dispatcher:
             inbox=Inbox(max_tokens + 64),
             deadline=deadline,
         )
+        self._jobs.add(job)
         try:
             async with aclosing(self._tokens(job)) as tokens:
                 yield tokens
         finally:
+            self._jobs.remove(job)
             self._cancel(job)
 
     async def _tokens(self, job: _Job) -> AsyncGenerator[Released, None]:
@@ -152,10 +166,15 @@ class Dispatcher:
             self._metrics.retries.labels(stage=attempt.stage.value).inc()
 
     def _check_bounds(self, job: _Job, busy: CapacityError | None) -> None:
+        self._check_stop()
         if self._clock.monotonic() >= job.deadline:
             raise DeadlineError("the request's deadline passed")
         if job.route.exhausted:
             raise busy or EngineError(f"no worker finished the request: {job.route.reason}")
+
+    def _check_stop(self) -> None:
+        if self._stopping:
+            raise DrainingError("the router stops; ask again")
 
     def _choose(self, job: _Job) -> Option | None:
         ready = {link.key: link for link in self._members.ready}
@@ -183,6 +202,8 @@ class Dispatcher:
         if not job.route.has_begun:
             raise UnavailableError("no worker is ready")
         job.route.forgive()
+        # who refuses at once shall not be asked again at once
+        await self._members.wait_change(_PAUSE_S)
         now = self._clock.monotonic()
         limit = min(job.deadline, now + self._times.recovery_s)
         while not job.route.options(self._members.ready):
@@ -228,6 +249,7 @@ class Dispatcher:
         while True:
             now = self._clock.monotonic()
             event = await job.inbox.get(min(wait_until, job.deadline) - now)
+            self._check_stop()
             if event is None:
                 if self._clock.monotonic() >= job.deadline:
                     raise DeadlineError("the request's deadline passed")

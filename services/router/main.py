@@ -44,6 +44,7 @@ logger = logging.getLogger(__name__)
 
 # after the drain; aiohttp waits twice this long before it cancels a handler
 _HANDLERS_END_S = 0.25
+_CUT_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +145,7 @@ async def serve(
         gateway = Gateway(inference, served, readiness, router.max_body_bytes)
         port = await stack.enter_async_context(_http(gateway.application(), router))
         await rpc.set_serving(True)
-        stack.push_async_callback(_drain, inference, readiness, router.drain_s)
+        stack.push_async_callback(_drain, inference, routing.dispatcher, readiness, router.drain_s)
         if background is not None:
             parts = RouterParts(routing.members, inference, routing.metrics.registry, clock)
             stack.push_async_callback(_end, background(parts))
@@ -273,12 +274,16 @@ async def _http(app: web.Application, router: RouterConfig) -> AsyncIterator[int
         await runner.cleanup()
 
 
-async def _drain(inference: Inference, readiness: _Readiness, drain_s: float) -> None:
+async def _drain(
+    inference: Inference, dispatcher: Dispatcher, readiness: _Readiness, drain_s: float
+) -> None:
     """Let requests under way end; what comes in meanwhile is still served."""
     readiness.draining = True
     left = await inference.wait_idle(drain_s)
     if left:
         logger.warning("%d requests did not end in %.0f s and are cut", left, drain_s)
+        dispatcher.stop()
+        await inference.wait_idle(_CUT_S)
 
 
 async def _end(task: asyncio.Task[None]) -> None:
