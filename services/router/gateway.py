@@ -23,6 +23,7 @@ from diptych.services.router.completion_form import CompletionForm
 from diptych.services.router.formats import Answering, Format, error_body
 from diptych.services.router.inference import GenerationCall, Inference
 from diptych.services.router.merge import News, run_calls
+from diptych.services.router.metrics import RouterMetrics
 from diptych.services.router.openai_api import ApiRequest, parse_chat, parse_completion
 from diptych.services.router.request_ids import HEADER, client_request_id
 from diptych.services.router.served import Served
@@ -61,9 +62,11 @@ class Gateway:
         inference: Inference,
         served: Served,
         ready: Callable[[], Status],
+        metrics: RouterMetrics,
         max_body_bytes: int,
     ) -> None:
         self._inference = inference
+        self._metrics = metrics
         self._served = served
         self._created = int(served.clock.unix())
         self._max_body_bytes = max_body_bytes
@@ -109,6 +112,8 @@ class Gateway:
             logger.error("%s %s failed: %s", request.method, request.path, type(error).__name__)
             logger.debug("traceback", exc_info=error)
             response = _error_response(EngineError("internal error; see the router's log"))
+        if request.path.startswith("/v1/"):
+            self._metrics.http_responses.labels(str(response.status)).inc()
         if not response.prepared:
             response.headers[HEADER] = request[_REQUEST_ID]
         return response

@@ -142,7 +142,7 @@ async def serve(
         )
         rpc = RpcServer(router.host, router.grpc_port, [Front(inference, served).service()])
         await stack.enter_async_context(rpc)
-        gateway = Gateway(inference, served, readiness, router.max_body_bytes)
+        gateway = Gateway(inference, served, readiness, routing.metrics, router.max_body_bytes)
         port = await stack.enter_async_context(_http(gateway.application(), router))
         await rpc.set_serving(True)
         stack.push_async_callback(_drain, inference, routing.dispatcher, readiness, router.drain_s)

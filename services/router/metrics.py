@@ -78,6 +78,9 @@ class RouterMetrics:
         self.errors = counter(
             "diptych:request_errors", "Requests that ended in an error, by its class.", "error"
         )
+        self.http_responses = counter(
+            "diptych:http_responses", "HTTP responses of the API, by status.", "status"
+        )
         self.attempts = counter(
             "diptych:attempts", "Submissions that a worker accepted, by stage.", "stage"
         )

@@ -277,6 +277,9 @@ async def test_metrics_count_what_was_served(model: Path) -> None:
         stopped = 'vllm:request_success_total{finished_reason="stop",model_name="tiny"}'
         assert await router.metric(stopped) == 1
         assert await router.metric(f"vllm:num_requests_running{label}") == 0
+        await router.post("/v1/completions", {"prompt": ""})
+        assert await router.metric('diptych:http_responses_total{status="200"}') == 1
+        assert await router.metric('diptych:http_responses_total{status="400"}') == 1
 
 
 async def _events(router: Any, path: str, body: Any) -> list[Any]:
