@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import gc
 import importlib
 import logging
 import os
@@ -100,6 +101,9 @@ def _serve(channel: CoreChannel) -> int:
     core = _build(channel)
     if core is None:
         return 1
+    # what is loaded stays: collections during steps need not walk through it
+    gc.collect()
+    gc.freeze()
     try:
         channel.send(Ready(core.info))
         EngineProcess(core, channel).run()
