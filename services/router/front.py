@@ -6,7 +6,7 @@ import logging
 from collections.abc import AsyncIterator
 from typing import Any, cast
 
-from diptych.errors import InvalidRequestError
+from diptych.errors import InvalidRequestError, RequestTooLargeError
 from diptych.outputs import LogprobsAt
 from diptych.proto import common_pb2, inference_pb2, inference_pb2_grpc
 from diptych.rpc import Service
@@ -28,8 +28,9 @@ SERVICE_NAME = "diptych.v1.Inference"
 class Front(inference_pb2_grpc.InferenceServicer):
     """The servicer of `diptych.v1.Inference`."""
 
-    def __init__(self, inference: Inference, served: Served) -> None:
+    def __init__(self, inference: Inference, served: Served, max_request_bytes: int) -> None:
         self._inference = inference
+        self._max_request_bytes = max_request_bytes
         self._served = served
 
     def service(self) -> Service:
@@ -76,6 +77,8 @@ class Front(inference_pb2_grpc.InferenceServicer):
     def _call(
         self, request: inference_pb2.GenerateRequest, remaining_s: float | None
     ) -> GenerationCall:
+        if request.ByteSize() > self._max_request_bytes:
+            raise RequestTooLargeError(f"a request has at most {self._max_request_bytes} bytes")
         self._served.model(request.model)
         prompt = _prompt(request)
         default = None if isinstance(prompt, ChatPrompt) else COMPLETION_MAX_TOKENS

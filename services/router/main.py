@@ -140,7 +140,11 @@ async def serve(
             ids=InternalIds(routing.incarnation),
             clock=clock,
         )
-        rpc = RpcServer(router.host, router.grpc_port, [Front(inference, served).service()])
+        rpc = RpcServer(
+            router.host,
+            router.grpc_port,
+            [Front(inference, served, router.max_body_bytes).service()],
+        )
         await stack.enter_async_context(rpc)
         gateway = Gateway(inference, served, readiness, routing.metrics, router.max_body_bytes)
         port = await stack.enter_async_context(_http(gateway.application(), router))

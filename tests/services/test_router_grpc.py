@@ -146,6 +146,7 @@ async def test_errors_have_the_status_of_the_contract(model: Path, tmp_path: Pat
             (ask(sampling=sampling(prompt_logprobs=1)), grpc.StatusCode.INVALID_ARGUMENT),
             (ask(sampling=sampling(n=2)), grpc.StatusCode.UNIMPLEMENTED),
             (ask(cache_salt=""), grpc.StatusCode.INVALID_ARGUMENT),
+            (ask(text="x" * 5_000_000), grpc.StatusCode.INVALID_ARGUMENT),
         ]
         for request, status in cases:
             with pytest.raises(grpc.aio.AioRpcError) as caught:
