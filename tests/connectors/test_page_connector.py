@@ -247,17 +247,25 @@ def test_a_request_that_ends_before_its_prompt_does_needs_no_report(tmp_path: Pa
 
 def test_a_save_beyond_the_bound_is_cut_and_the_rest_still_covers_a_prefix(tmp_path: Path) -> None:
     store = GatedStore(tmp_path)
-    limits = TransferLimits(max_staged_bytes=70 * 2 * 3 * 2 * 4 * 4)
-    prefill, request = Engine(store, seed=1, limits=limits), producer("r", PROMPT)
+    token_bytes = 2 * 3 * 2 * 4 * 4
+    limits = TransferLimits(max_staged_bytes=140 * token_bytes)
+    prefill, request = Engine(store, seed=1, limits=limits), producer("r", [*range(290)])
     with running(prefill):
         store.gate.clear()
         prefill.step((request, 64))
-        prefill.step((request, 128))
+        prefill.step((request, 256))  # of three more pages one finds room
+        assert prefill.worker._staged_bytes == 128 * token_bytes
         store.gate.set()
         while prefill.worker._staged_bytes:
             time.sleep(0.002)
-        prefill.step((request, 150))
-        assert prefill.wait("finished_sending").commits["r"].num_tokens == 64
+        prefill.step((request, 290))
+        assert prefill.wait("finished_sending").commits["r"].num_tokens == 128
+
+
+def test_a_save_that_finds_nothing_waiting_is_staged_whatever_its_size(tmp_path: Path) -> None:
+    prefill = Engine(FileStore(tmp_path), seed=1, limits=TransferLimits(max_staged_bytes=1))
+    with running(prefill):
+        assert prefill.send(producer("r", PROMPT)).num_tokens == 150
 
 
 def test_a_transfer_past_its_deadline_is_given_up(tmp_path: Path) -> None:

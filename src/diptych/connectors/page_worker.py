@@ -44,21 +44,27 @@ Tokens = TypeVar("Tokens", KVObject, PageObject)
 
 BATCH_OBJECTS = 64
 BATCH_BYTES = 64 << 20
+STAGED_BYTES_CPU, STAGED_BYTES_GPU = 512 << 20, 4 << 30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransferLimits:
-    """Bounds of one engine's transfers."""
+    """Bounds of one engine's transfers.
+
+    `max_staged_bytes` bounds what waits to be stored, in the cache's own memory: beyond it only a
+    save that finds nothing waiting is staged whole. None takes 512 MiB, 4 GiB on a GPU.
+    """
 
     transfer_timeout_s: float = 10.0
     retry_s: float = 1.0
     max_queued_transfers: int = 1024
-    max_staged_bytes: int = 512 << 20
+    max_staged_bytes: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("transfer_timeout_s", "retry_s", "max_queued_transfers", "max_staged_bytes"):
-            if getattr(self, name) <= 0:
-                raise ConfigError(f"{name} must be positive, not {getattr(self, name)}")
+            value = getattr(self, name)
+            if value is not None and value <= 0:
+                raise ConfigError(f"{name} must be positive, not {value}")
 
 
 @dataclass(slots=True)
@@ -82,7 +88,7 @@ class _Sending:
 @dataclass(slots=True)
 class _Save:
     order: SaveOrder
-    pages: list[Bytes]
+    pages: deque[Bytes]
     mark: Event | None
     deadline_s: float
     sending: _Sending
@@ -113,6 +119,7 @@ class PageConnectorWorker(KVConnectorWorker):
         self._live_loads: dict[str, _Load] = {}
         self._live_sendings: dict[str, _Sending] = {}
         self._staged_bytes = 0
+        self._max_staged_bytes = 0
         self._output = KVConnectorOutput()
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="kv-transfer", daemon=True)
@@ -121,6 +128,8 @@ class PageConnectorWorker(KVConnectorWorker):
 
     def register_kv_caches(self, kv_cache: Tensor, layout: KVLayout) -> None:
         self._copier = CacheCopier(kv_cache)
+        default = STAGED_BYTES_GPU if kv_cache.is_cuda else STAGED_BYTES_CPU
+        self._max_staged_bytes = self._limits.max_staged_bytes or default
         self._thread.start()
 
     def start_load_kv(self, metadata: KVConnectorMetadata) -> None:
@@ -180,33 +189,45 @@ class PageConnectorWorker(KVConnectorWorker):
                 del self._live_sendings[request_id]
 
     def _stage(self, order: SaveOrder) -> _Save:
-        """Copy the order's objects out of the cache; beyond the bound they are not saved."""
+        """Copy the order's objects out of the cache; those beyond the bound are not saved."""
         sending = self._live_sendings.setdefault(order.request_id, _Sending())
         sending.closed = order.last
-        num_tokens = sum(o.end_token - o.start_token for o in order.objects)
-        num_bytes = num_tokens * self._cache.token_bytes
-        with self._wake:
-            fits = (
-                self._staged_bytes + num_bytes <= self._limits.max_staged_bytes
-                and len(self._saves) < self._limits.max_queued_transfers
+        pages = self._gather(order, self._num_that_fit(order))
+        if len(pages) < len(order.objects):
+            logger.warning(
+                "request %s: %d of %d KV objects are not saved, there is no room to stage them",
+                order.request_id,
+                len(order.objects) - len(pages),
+                len(order.objects),
             )
-            num_bytes = num_bytes if fits else 0
+        num_bytes = sum(page.nbytes for page in pages)
+        with self._wake:
             self._staged_bytes += num_bytes
-        if not fits:
-            logger.warning("request %s: KV is not saved, too much is queued", order.request_id)
-        pages = self._gather(order) if fits else []
         deadline_s = self._clock.monotonic() + self._limits.transfer_timeout_s
         return _Save(order, pages, self._cache.mark(), deadline_s, sending, num_bytes)
 
-    def _gather(self, order: SaveOrder) -> list[Bytes]:
-        """The order's objects; fewer where memory ends, which costs the save and not the step."""
-        pages: list[Bytes] = []
+    def _num_that_fit(self, order: SaveOrder) -> int:
+        """Objects that may be staged now: all where nothing is, else up to the bound."""
+        with self._wake:
+            staged, num_queued = self._staged_bytes, len(self._saves)
+        if num_queued >= self._limits.max_queued_transfers:
+            return 0
+        if not staged:
+            return len(order.objects)
+        room = self._max_staged_bytes - staged
+        first = order.objects[0].start_token
+        sizes = ((o.end_token - first) * self._cache.token_bytes for o in order.objects)
+        return sum(size <= room for size in sizes)
+
+    def _gather(self, order: SaveOrder, count: int) -> deque[Bytes]:
+        """The order's first objects; fewer where memory ends: that costs the save, not the step."""
+        pages: deque[Bytes] = deque()
         try:
-            for item in order.objects:
+            for item in order.objects[:count]:
                 tokens = TokenRange(item.start_token, item.end_token)
                 pages.append(self._cache.gather(order.block_ids, tokens))
         except (torch.OutOfMemoryError, MemoryError):
-            logger.warning("request %s: no memory to stage its KV", order.request_id)
+            logger.warning("request %s: memory ended while its KV was staged", order.request_id)
         return pages
 
     # From here on: the transfer thread.
@@ -282,24 +303,27 @@ class PageConnectorWorker(KVConnectorWorker):
             self._output.failed_recving[request_id] = load.valid
 
     def _save(self, save: _Save, store: PageStore) -> None:
-        done = 0
         for batch in _batches(save.order.objects[: len(save.pages)], self._cache.token_bytes):
             if save.sending.aborted or self._late(save.deadline_s):
                 return
-            pages = save.pages[done : done + len(batch)]
-            data = self._cache.to_host(pages, save.mark)
+            data = self._cache.to_host([save.pages.popleft() for _ in batch], save.mark)
             stored = store.put_many([(o.key, b) for o, b in zip(batch, data, strict=True)])
             for item, bytes_, checksum in zip(batch, data, stored, strict=True):
                 save.stored.append(_stored_object(item, bytes_.nbytes, checksum))
-            done += len(batch)
+            self._unstage(save, sum(bytes_.nbytes for bytes_ in data))
+
+    def _unstage(self, save: _Save, num_bytes: int) -> None:
+        with self._wake:
+            self._staged_bytes -= num_bytes
+            save.num_bytes -= num_bytes
 
     def _finish_save(self, save: _Save) -> None:
         order, sending = save.order, save.sending
         missing = len(order.objects) - len(save.stored)
         sending.objects += [*save.stored, *[None] * missing]
         save.pages.clear()
+        self._unstage(save, save.num_bytes)
         with self._wake:
-            self._staged_bytes -= save.num_bytes
             if order.last:
                 if self._live_sendings.get(order.request_id) is sending:
                     del self._live_sendings[order.request_id]
