@@ -11,7 +11,8 @@ from torch import Tensor
 from diptych.connectors.base import KVConnectorOutput, KVLayout
 from diptych.connectors.page_orders import PageMetadata, PageStore
 from diptych.connectors.page_scheduler import PageConnectorScheduler
-from diptych.connectors.page_worker import PageConnectorWorker, TransferLimits
+from diptych.connectors.page_worker import PageConnectorWorker
+from diptych.connectors.transfers import TransferLimits, Transfers
 from diptych.engine.request import KVCommit
 from tests.connectors.fakes import Request, make_cache, make_layout
 
@@ -37,6 +38,11 @@ class Engine:
         open_store = store if callable(store) else lambda: store
         self.worker = PageConnectorWorker("TestConnector", open_store, limits)
         self.worker.register_kv_caches(self.cache, layout)
+
+    @property
+    def transfers(self) -> Transfers:
+        assert self.worker._transfers is not None
+        return self.worker._transfers
 
     def step(self, *scheduled: tuple[Request, int]) -> PageMetadata:
         """Run one step that computes each request up to a number of tokens."""
@@ -80,4 +86,4 @@ def running(*engines: Engine) -> Iterator[None]:
     finally:
         for engine in engines:
             engine.worker.shutdown()
-            assert not engine.worker._thread.is_alive()
+            assert not engine.transfers._thread.is_alive()

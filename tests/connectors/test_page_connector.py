@@ -10,8 +10,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from diptych.connectors.page_worker import TransferLimits
 from diptych.connectors.shared_storage import FileStore
+from diptych.connectors.transfers import TransferLimits
 from diptych.errors import TransferError
 from tests.connectors.engines import OUR_BLOCKS, PROMPT, Engine, running
 from tests.connectors.fakes import consumer, make_cache, make_layout, producer, same_kv
@@ -240,7 +240,7 @@ def test_a_request_that_ends_before_its_prompt_does_needs_no_report(tmp_path: Pa
         prefill.step((request, 100))
         assert not prefill.scheduler.request_finished(request, OUR_BLOCKS)
         prefill.step()
-        assert not prefill.worker._live_sendings
+        assert not prefill.transfers._sendings
         # the same id again starts over
         assert prefill.send(producer("r", PROMPT)).num_tokens == 150
 
@@ -254,9 +254,9 @@ def test_a_save_beyond_the_bound_is_cut_and_the_rest_still_covers_a_prefix(tmp_p
         store.gate.clear()
         prefill.step((request, 64))
         prefill.step((request, 256))  # of three more pages one finds room
-        assert prefill.worker._staged_bytes == 128 * token_bytes
+        assert prefill.transfers.staged_bytes == 128 * token_bytes
         store.gate.set()
-        while prefill.worker._staged_bytes:
+        while prefill.transfers.staged_bytes:
             time.sleep(0.002)
         prefill.step((request, 290))
         assert prefill.wait("finished_sending").commits["r"].num_tokens == 128
@@ -292,12 +292,15 @@ def test_more_loads_than_the_queue_holds_fail_at_once(tmp_path: Path) -> None:
     with running(prefill, decode):
         commit = prefill.send(producer("r", PROMPT))
         store.gate.clear()
-        for name in "abc":
+        decode.order_load(consumer("a", PROMPT, commit))
+        decode.step()
+        assert store.entered.wait(10)
+        for name in "bcd":
             decode.order_load(consumer(name, PROMPT, commit))
         decode.step()
-        assert decode.worker.get_finished().failed_recving == {"b": 0, "c": 0}
+        assert decode.worker.get_finished().failed_recving == {"c": 0, "d": 0}
         store.gate.set()
-        assert not decode.wait("finished_recving", "a").failed_recving
+        assert not decode.wait("finished_recving", "b").failed_recving
 
 
 def test_an_objects_first_writer_wins_and_later_commits_name_its_bytes(tmp_path: Path) -> None:

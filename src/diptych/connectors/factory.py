@@ -11,10 +11,11 @@ from diptych.connectors import shared_storage, store
 from diptych.connectors.base import KVConnectorScheduler, KVConnectorWorker, KVLayout
 from diptych.connectors.page_orders import PageStore
 from diptych.connectors.page_scheduler import PageConnectorScheduler
-from diptych.connectors.page_worker import PageConnectorWorker, TransferLimits
+from diptych.connectors.page_worker import PageConnectorWorker
 from diptych.connectors.shared_storage import FileStore, SharedStorageScheduler
 from diptych.connectors.store import ServiceStore
 from diptych.connectors.store_client import StoreClient
+from diptych.connectors.transfers import TransferLimits
 from diptych.errors import ConfigError
 
 _PLACES = {shared_storage.NAME: "shared_storage_path", store.NAME: "kvstore"}
