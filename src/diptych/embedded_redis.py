@@ -79,16 +79,17 @@ class EmbeddedRedis:
         return self._process
 
     def start(self) -> str:
-        """Start the server and wait until it answers; returns its URL.
+        """Start the server and wait until it answers; returns its URL, the same after a crash.
 
         Raises:
             ConfigError: no server binary.
             UnavailableError: it did not come up in time; carries its last words.
         """
-        if self._process is not None:
+        if self._process is not None and self._process.poll() is None:
             return self.url
         binary = find_server()
-        folder = self._folder = _private_folder()
+        first = self._folder is None
+        folder = self._folder = self._folder or _private_folder()
         try:
             with (folder / "log").open("wb") as log:
                 self._process = subprocess.Popen(
@@ -104,7 +105,8 @@ class EmbeddedRedis:
                 )
             self._wait_until_up(folder)
         except BaseException:
-            self.stop()
+            if first:
+                self.stop()
             raise
         return self.url
 
@@ -144,6 +146,7 @@ class EmbeddedRedis:
         deadline = time.monotonic() + self._start_timeout_s
         while not _answers(folder / "redis.sock"):
             if self._process.poll() is not None or time.monotonic() > deadline:
+                self.kill()
                 lines = (folder / "log").read_text(errors="replace").strip().splitlines()
                 raise UnavailableError(
                     f"the embedded Redis did not start: {lines[-1] if lines else 'no output'}"

@@ -18,12 +18,13 @@ from types import TracebackType
 from typing import Any, Self
 
 import grpc
+from google.protobuf.message import DecodeError
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from diptych import errors
 from diptych.config import MIB
-from diptych.errors import ConfigError, DiptychError
+from diptych.errors import ConfigError, DiptychError, InvalidRequestError
 
 logger = logging.getLogger(__name__)
 
@@ -176,16 +177,31 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         inner = getattr(handler, kind)
         wrap = _wrap_stream if inspect.isasyncgenfunction(inner) else _wrap_unary
         make = getattr(grpc, f"{kind}_rpc_method_handler")
+        deserializer = handler.request_deserializer
         return make(
             wrap(inner, details.method),
-            request_deserializer=handler.request_deserializer,
+            request_deserializer=deserializer if handler.request_streaming else _try(deserializer),
             response_serializer=handler.response_serializer,
         )
+
+
+def _try(deserializer: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
+    """A deserializer that gives its error back: raised there it would be an UNKNOWN status."""
+
+    def deserialize(data: bytes) -> Any:
+        try:
+            return deserializer(data)
+        except DecodeError:
+            return InvalidRequestError("the message is not a valid one of its type")
+
+    return deserialize
 
 
 def _wrap_unary(inner: Callable[..., Any], method: str) -> Callable[..., Any]:
     async def call(request: Any, context: Any) -> Any:
         try:
+            if isinstance(request, DiptychError):
+                raise request
             return await inner(request, context)
         except Exception as error:
             await _abort(context, error, method)
@@ -196,6 +212,8 @@ def _wrap_unary(inner: Callable[..., Any], method: str) -> Callable[..., Any]:
 def _wrap_stream(inner: Callable[..., Any], method: str) -> Callable[..., Any]:
     async def call(request: Any, context: Any) -> AsyncIterator[Any]:
         try:
+            if isinstance(request, DiptychError):
+                raise request
             async for response in inner(request, context):
                 yield response
         except Exception as error:

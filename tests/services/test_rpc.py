@@ -80,6 +80,16 @@ async def test_an_error_arrives_as_it_was_raised(error: errors.DiptychError) -> 
     assert (type(again), again.message, again.param) == (type(error), error.message, error.param)
 
 
+async def test_bytes_that_are_no_message_are_invalid() -> None:
+    async with served(FailingWorker()) as server, open_channel(server.address) as channel:
+        with pytest.raises(grpc.RpcError) as caught:
+            await channel.unary_unary(f"/{NAME}/Acquire")(b"\xff\xff\xff", timeout=5)
+        assert caught.value.code() == grpc.StatusCode.UNIMPLEMENTED
+        with pytest.raises(grpc.RpcError) as caught:
+            await channel.unary_unary(f"/{NAME}/GetInfo")(b"\xff\xff\xff", timeout=5)
+        assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+
+
 async def test_an_unexpected_error_is_internal_and_keeps_its_text_to_itself(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

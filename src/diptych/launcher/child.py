@@ -127,10 +127,14 @@ class Child:
                 # not wait_for: before Python 3.12 it can swallow a cancellation
                 async with asyncio.timeout(timeout_s):
                     await self._process.wait()
-        # Whatever it left in its session (an engine that hangs) goes too.
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._process.pid, signal.SIGKILL)
+        self.kill()  # whatever it left in its session goes too
         await self._process.wait()
+
+    def kill(self) -> None:
+        """SIGKILL to its whole session. Its engine, in another one, ends with it."""
+        if self._process is not None:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self._process.pid, signal.SIGKILL)
 
     def log_tail(self, lines: int = 15) -> str:
         """The end of its log."""

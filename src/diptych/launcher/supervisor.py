@@ -1,33 +1,23 @@
-"""Starts the processes of one machine, keeps them running, scales the pools, stops all of it.
-
-The router's planner asks for pool sizes over a unix socket, one JSON object a line:
-`{"pool": "prefill", "replicas": 2}` → `{"pool": …, "replicas": 2}` or `{"error": …}`; without
-`replicas` it only asks.
-"""
+"""Starts the processes of one machine, keeps them running, scales the pools, stops all of it."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
-import logging
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import Any
 
 from diptych.config_sources import Settings
 from diptych.embedded_redis import EmbeddedRedis
-from diptych.errors import DiptychError
+from diptych.errors import DiptychError, UnavailableError
 from diptych.launcher.child import Child, free_ports
+from diptych.launcher.control import ControlServer
 from diptych.launcher.plan import Machine, ProcessSpec, kvstore_spec, router_spec, worker_spec
-
-log = logging.getLogger(__name__)
 
 _FIRST_BACKOFF_S = 1.0
 _MOST_BACKOFF_S = 30.0
-_LONGEST_LINE = 4096
-_MOST_WORKERS = 64
+_REDIS_POLL_S = 0.5
 
 
 class Supervisor:
@@ -56,9 +46,10 @@ class Supervisor:
         self._redis_url: str | None = settings["redis"].redis
         self._ticket_keys = str(directory / "ticket-keys")
         self._control = directory / "supervisor.sock"
-        self._server: asyncio.Server | None = None
+        self._server = ControlServer(self, self._control)
         self._scaling = asyncio.Lock()
-        self._next_gpu = 0
+        self._closing = False
+        self._gpus: dict[str, int] = {}
 
     @property
     def children(self) -> dict[str, Child]:
@@ -71,9 +62,7 @@ class Supervisor:
             DiptychError: a process ended or did not become ready.
         """
         self._write_ticket_keys()
-        self._server = await asyncio.start_unix_server(
-            self._serve_control, str(self._control), limit=_LONGEST_LINE
-        )
+        await self._server.start()
         if not self._aggregated:
             self._start_redis()
         specs = self._specs()
@@ -88,22 +77,36 @@ class Supervisor:
 
     async def stop(self) -> None:
         """End every process: the front door first, then workers, store and directory."""
-        if self._server is not None:
-            self._server.close()
-        for watcher in self._watchers.values():
-            watcher.cancel()
+        self._closing = True
+        self._server.close()
+        async with self._scaling:  # a worker that is being started is known after this
+            for watcher in self._watchers.values():
+                watcher.cancel()
         timeout_s = self._settings["up"].stop_timeout_s
-        for group in _stop_order(list(self._children)):
-            await asyncio.gather(*(self._children[name].stop(timeout_s) for name in group))
+        for group in _stop_order(self._children):
+            await asyncio.gather(*(child.stop(timeout_s) for child in group))
         for task in list(self._drains):
             with contextlib.suppress(asyncio.CancelledError):
                 await task
         if self._redis is not None:
             await asyncio.to_thread(self._redis.stop)
 
+    def kill(self) -> None:
+        """End every process at once, so that a `stop` under way has little to wait for."""
+        self._closing = True
+        for child in self._children.values():
+            child.kill()
+
     async def scale(self, pool: str, replicas: int) -> int:
-        """Start or drain workers of a pool until it has `replicas`; returns how many it has."""
+        """Start or drain workers of a pool until it has `replicas`; returns how many it has.
+
+        Raises:
+            UnavailableError: everything is being stopped.
+            OSError: a process cannot be started.
+        """
         async with self._scaling:
+            if self._closing:
+                raise UnavailableError("the launcher is stopping")
             while len(self._pool(pool)) < replicas:
                 spec = self._new_worker(pool, self._free_index(pool))
                 await self._spawn(spec)
@@ -114,6 +117,10 @@ class Supervisor:
                 self._drains.add(task)
                 task.add_done_callback(self._drains.discard)
             return len(self._pool(pool))
+
+    def replicas(self, pool: str) -> int:
+        """Workers of a pool, without those that drain."""
+        return len(self._pool(pool))
 
     def _specs(self) -> list[ProcessSpec]:
         if self._aggregated:
@@ -134,14 +141,15 @@ class Supervisor:
         engines = 1 if self._aggregated else up.prefill + up.decode
         if planner.autoscale:
             engines = max(engines, planner.worker_budget)
-        gpu, self._next_gpu = self._next_gpu, self._next_gpu + 1
+        name = f"{role}-{index}"
+        self._gpus[name] = _first_free(self._gpus.values())
         ports = free_ports(2)
         return worker_spec(
             self._settings,
             self._machine,
             role=role,
             index=index,
-            gpu=gpu,
+            gpu=self._gpus[name],
             num_engines=engines,
             ports=(ports[0], ports[1]),
             redis=self._redis_url,
@@ -165,6 +173,18 @@ class Supervisor:
             # Here, not in a helper thread: the server ends with the thread that started it.
             self._redis_url = self._redis.start()
             self._say("directory: ready")
+            self._watchers["directory"] = asyncio.create_task(self._watch_redis(self._redis))
+
+    async def _watch_redis(self, redis: EmbeddedRedis) -> None:
+        """Start the directory again, empty, when it ends unasked: all register again."""
+        while True:
+            await asyncio.sleep(_REDIS_POLL_S)
+            if redis.process is not None and redis.process.poll() is not None:
+                self._say(f"directory: ended with code {redis.process.returncode}; again")
+                try:
+                    redis.start()
+                except DiptychError as error:
+                    self._say(f"directory: {error.message}")
 
     async def _spawn(self, spec: ProcessSpec) -> None:
         child = Child(spec, self._log_directory)
@@ -189,12 +209,16 @@ class Supervisor:
             await self._children[name].stop(0.0)
             await asyncio.sleep(backoff_s)
             backoff_s = min(2 * backoff_s, _MOST_BACKOFF_S)
-            await self._children[name].start()
+            try:
+                await self._children[name].start()
+            except OSError as error:  # no memory, no disk: the next round tries again
+                self._say(f"{name}: cannot be started: {error}")
 
     async def _drain(self, name: str) -> None:
         child = self._children[name]
         await child.stop(self._settings["worker"].drain_s + self._settings["up"].stop_timeout_s)
         self._children.pop(name, None)
+        self._gpus.pop(name, None)
         self._watchers.pop(name).cancel()
         self._stopping.discard(name)
 
@@ -204,45 +228,21 @@ class Supervisor:
 
     def _free_index(self, pool: str) -> int:
         taken = {int(n.rsplit("-", 1)[1]) for n in self._children if n.startswith(pool + "-")}
-        return next(i for i in range(len(taken) + 1) if i not in taken)
+        return _first_free(taken)
 
     def _write_ticket_keys(self) -> None:
         path = Path(self._ticket_keys)
         path.touch(mode=0o600)
         path.write_text(f"k1:{secrets.token_hex(32)}\n")
 
-    async def _serve_control(
-        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
-    ) -> None:
-        try:
-            while line := await reader.readline():
-                answer = await self._answer(line)
-                writer.write(json.dumps(answer).encode() + b"\n")
-                await writer.drain()
-        except (ConnectionError, ValueError):
-            log.warning("a control connection broke")
-        finally:
-            writer.close()
 
-    async def _answer(self, line: bytes) -> dict[str, Any]:
-        try:
-            order = json.loads(line)
-            pool = str(order["pool"])
-            if pool not in ("prefill", "decode"):
-                raise ValueError
-            replicas = int(order.get("replicas", len(self._pool(pool))))
-            if not 0 <= replicas <= _MOST_WORKERS:
-                raise ValueError
-            return {"pool": pool, "replicas": await self.scale(pool, replicas)}
-        except (AttributeError, KeyError, TypeError, ValueError):
-            return {"error": "expected pool prefill or decode, replicas 0 to 64"}
-        except DiptychError as error:
-            return {"error": error.message}
+def _first_free(taken: Collection[int]) -> int:
+    return next(i for i in range(len(taken) + 1) if i not in taken)
 
 
-def _stop_order(names: list[str]) -> list[list[str]]:
+def _stop_order(children: Mapping[str, Child]) -> list[list[Child]]:
     """The router, then the workers, then the store."""
-    router = [n for n in names if n == "router"]
-    store = [n for n in names if n == "kvstore"]
-    workers = [n for n in names if n not in ("router", "kvstore")]
-    return [group for group in (router, workers, store) if group]
+    groups: tuple[list[Child], ...] = ([], [], [])
+    for name, child in children.items():
+        groups[{"router": 0, "kvstore": 2}.get(name, 1)].append(child)
+    return list(groups)

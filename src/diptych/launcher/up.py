@@ -26,6 +26,10 @@ def run(settings: Settings, *, aggregated: bool = False) -> int:
     Raises:
         DiptychError: something did not start; nothing is left running.
     """
+    # Handlers of our own until the loop has its: in the background a shell ignores SIGINT, and
+    # SIGTERM would leave a download behind.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     router = settings["router"]
     for name in ("port", "grpc_port", "admin_port"):
         _check_port(router.host, getattr(router, name), "--" + name.replace("_", "-"))
@@ -46,16 +50,23 @@ async def _run(settings: Settings, directory: Path, aggregated: bool) -> int:
         raise ConfigError(f"logs cannot be kept in {logs}: {error.strerror}") from None
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, stop.set)
     supervisor = Supervisor(settings, directory, logs, say, aggregated=aggregated)
+
+    def on_signal() -> None:
+        if stop.is_set():
+            say("stopping at once")
+            supervisor.kill()
+        stop.set()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, on_signal)
     started = time.monotonic()
     try:
         if await _start_unless_stopped(supervisor, stop):
             say(f"all ready after {time.monotonic() - started:.1f} s")
             _print_invitation(settings)
             await stop.wait()
-        say("stopping")
+        say("stopping; once more to stop at once")
     finally:
         await supervisor.stop()
     say("stopped")
