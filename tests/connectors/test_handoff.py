@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from diptych.connectors.explore_world import Edge, Moves, Violation, World, is_over
+from diptych.connectors.explore_moves import Moves
+from diptych.connectors.explore_world import Edge, Violation, World, is_over
 from diptych.connectors.handoff import (
     RULES,
     Age,
@@ -21,6 +22,7 @@ from diptych.connectors.handoff import (
     markdown,
     table_of,
 )
+from diptych.connectors.handoff_decode import step_decode
 from diptych.connectors.handoff_machines import (
     DECODE,
     Decode,
@@ -28,10 +30,9 @@ from diptych.connectors.handoff_machines import (
     Prefill,
     Router,
     Shape,
-    step_decode,
-    step_prefill,
-    step_router,
 )
+from diptych.connectors.handoff_prefill import step_prefill
+from diptych.connectors.handoff_router import step_router
 from tests.connectors.planted_bugs import no_quarantine
 
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs/handoff.md"

@@ -1,6 +1,6 @@
 """Everything that can happen to one hand-off, breadth first: loss, repetition and reordering of
 messages, restarts, deadlines, lapsing leases, and blocks that are overwritten as soon as nobody
-holds them. `explore_world` says what a step is; here is the search.
+holds them. `explore_moves` says what can happen; here is the search.
 
     python -m diptych.connectors.explore [--faults N]
 """
@@ -12,11 +12,11 @@ import sys
 import time
 from dataclasses import dataclass, field
 
+from diptych.connectors.explore_moves import Moves
 from diptych.connectors.explore_world import (
     ENDS,
     LEAK,
     SHAPE,
-    Moves,
     Violation,
     World,
     is_over,

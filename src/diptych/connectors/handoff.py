@@ -1,9 +1,9 @@
 """The hand-off's rules: one table, (state, event, age) to (state, actions), in three parts.
 
 Decode owns a hand-off; prefill and router hold projections of it. Nothing here does anything:
-`handoff_machines` applies the rules to values, `explore` searches everything that can happen, and
-`docs/handoff.md` shows them. What has no rule is counted and ignored, never an error: messages may
-be lost, repeated, late and out of order.
+`handoff_decode`, `handoff_prefill` and `handoff_router` apply the rules to values, `explore`
+searches everything that can happen, and `docs/handoff.md` shows them. What has no rule is counted
+and ignored, never an error: messages may be lost, repeated, late and out of order.
 """
 
 from __future__ import annotations
