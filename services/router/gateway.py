@@ -33,6 +33,7 @@ logger = logging.getLogger(__name__)
 
 RETRY_AFTER_S = 1
 BODY_TIMEOUT_S = 60.0
+WRITE_TIMEOUT_S = 60.0
 _REQUEST_ID = web.RequestKey("request_id", str)
 _DONE = b"data: [DONE]\n\n"
 
@@ -229,7 +230,7 @@ class Gateway:
         except DiptychError as error:
             if not response.prepared:
                 raise
-            await response.write(_event(error_body(error)) + _DONE)
+            await _write(request, response, _event(error_body(error)) + _DONE)
         return response
 
     async def _write_events(
@@ -248,12 +249,27 @@ class Gateway:
                 body = _events(form, item, opens=states[item.choice] is None, api=api)
                 states[item.choice] = item.state
                 if body:
-                    await response.write(body)
+                    await _write(request, response, body)
         last = b""
         if api.include_usage:
             last = _event(form.usage_chunk([state for state in states if state is not None]))
-        await response.write(last + _DONE)
+        await _write(request, response, last + _DONE)
         await response.write_eof()
+
+
+async def _write(request: web.Request, response: web.StreamResponse, data: bytes) -> None:
+    """Send a piece of a stream.
+
+    Raises:
+        ConnectionError: the client left, or reads nothing for so long that its place is needed.
+    """
+    try:
+        async with asyncio.timeout(WRITE_TIMEOUT_S):
+            await response.write(data)
+    except TimeoutError:
+        if request.transport is not None:
+            request.transport.abort()
+        raise ConnectionError("the client does not read") from None
 
 
 def _events(form: Format, item: News, *, opens: bool, api: ApiRequest) -> bytes:

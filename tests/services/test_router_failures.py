@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import aiohttp
 import grpc
 import pytest
 
+from diptych.services.router import gateway
 from diptych.services.router.dispatch import DispatchTimes
 from tests.services.fake_worker import AGGREGATED, DECODE, PREFILL, FakeWorker
 from tests.services.router_fixture import (
@@ -214,6 +216,33 @@ async def test_a_client_that_leaves_before_token_1_cancels_prefill(model: Path) 
         await until(lambda: prefill.cancels)
         await until(lambda: not prefill.running)
         assert decode.submits == []
+
+
+async def test_a_client_that_reads_nothing_is_left(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gateway, "WRITE_TIMEOUT_S", 0.3)
+    worker = FakeWorker("a1", AGGREGATED, [5] * 1000)
+    async with running_router(model, [worker]) as router:
+        client = socket.socket()
+        # small segments and a small window: little fits between the two
+        client.setsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG, 500)
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+        host, port = router.url.removeprefix("http://").split(":")
+        with client:
+            client.connect((host, int(port)))
+            body = b'{"prompt": "x", "max_tokens": 1000, "stream": true, "logprobs": 20}'
+            head = (
+                f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+            )
+            client.sendall(head.encode() + body)
+            await until(lambda: len(worker.submits) == 1)
+            await until(lambda: _is_idle(router))
+            await until(lambda: not worker.running)
+
+
+async def _is_idle(router: Running) -> bool:
+    return await router.metric('vllm:num_requests_running{model_name="tiny"}') == 0
 
 
 async def test_a_full_queue_sends_the_request_elsewhere_then_back(model: Path) -> None:
