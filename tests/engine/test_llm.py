@@ -155,7 +155,7 @@ def test_prompt_logprobs_agree_with_those_of_the_output(llm: LLM) -> None:
     generated = first.outputs[0]
     assert generated.logprobs is not None
     again = answer(
-        llm, first.prompt_token_ids + generated.token_ids, prompt_logprobs=0, max_tokens=1
+        llm, first.prompt_token_ids + generated.token_ids, prompt_logprobs=2, max_tokens=1
     )
     assert again.prompt_logprobs is not None
     assert again.prompt_logprobs[0] is None
@@ -165,6 +165,7 @@ def test_prompt_logprobs_agree_with_those_of_the_output(llm: LLM) -> None:
     ):
         assert at is not None
         assert at[token_id].logprob == pytest.approx(wanted[token_id].logprob, abs=1e-4)
+        assert [p.rank for p in at.values()] == [1, 2], "greedy chose the most likely"
 
 
 def test_temperature_seed_and_noise(llm: LLM) -> None:

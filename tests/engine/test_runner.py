@@ -62,7 +62,7 @@ def test_log_probabilities_are_those_of_transformers(model: Path, theirs: PreTra
     whole = output.logprobs["a"]
     assert whole.width == 385
     assert whole.token_ids[0] == driver.tokens["a"][-1] == int(want[-1].argmax())
-    assert whole.ranks[:4] == [1, 1, 2, 3]
+    assert whole.ranks == [1]
     have = torch.empty(384)
     have[torch.tensor(whole.token_ids[1:])] = torch.tensor(whole.logprobs[1:])
     torch.testing.assert_close(have, want[-1], rtol=0, atol=1e-4)
@@ -75,7 +75,7 @@ def test_log_probabilities_are_those_of_transformers(model: Path, theirs: PreTra
     assert ids[:, 1:].tolist() == want[:-1].topk(3).indices.tolist()
     ranks = (want[:-1] > want[:-1].gather(1, ids[:, :1])).sum(1) + 1
     # two tokens may be so close that rounding swaps them
-    assert of_prompt.ranks[::4] == pytest.approx(ranks.tolist(), abs=1)
+    assert of_prompt.ranks == pytest.approx(ranks.tolist(), abs=1)
 
 
 def test_prefill_and_decode_run_in_one_step(model: Path, theirs: PreTrainedModel) -> None:

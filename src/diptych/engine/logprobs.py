@@ -9,8 +9,6 @@ from torch import Tensor
 
 from diptych.engine.request import TokenLogprobs
 
-PADDING_ID = 4294967295
-
 
 class TopLogprobs:
     """Of `n` positions, on the host: the chosen token first, then the most likely in order."""
@@ -40,7 +38,6 @@ class TopLogprobs:
             token_ids += self._ids[position][: most + 1]
             logprobs += self._logprobs[position][: most + 1]
             ranks.append(self._ranks[position])
-            ranks += range(1, most + 1)
         return TokenLogprobs(width=most + 1, token_ids=token_ids, logprobs=logprobs, ranks=ranks)
 
 

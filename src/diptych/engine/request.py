@@ -81,7 +81,7 @@ class TokenLogprobs(msgspec.Struct, frozen=True, kw_only=True):
     """Log probabilities of a run of tokens, packed `[tokens * width]`.
 
     Entry 0 of a token is the token itself, entries 1.. are the most likely in order; unused entries
-    at the end carry id 4294967295.
+    at the end carry id 4294967295. `ranks` has one per token: that of the token itself, from 1.
     """
 
     width: int
