@@ -51,11 +51,18 @@ def _entry(
         epoch=frame.epochs[index],
         first_position=frame.first_positions[index],
         token_ids=list(token_ids),
-        finish_reason=FinishReason(frame.finish_reasons[index]),
+        finish_reason=_finish_reason(frame.finish_reasons[index]),
         stop_token_id=None if stop < 0 else stop,
         num_cached_tokens=frame.num_cached_tokens[index],
     )
     return entry if extra is None else _with_extra(entry, extra)
+
+
+def _finish_reason(number: int) -> FinishReason:
+    try:
+        return FinishReason(number)
+    except ValueError:  # proto3 enums are open
+        raise EngineError(f"finish reason {number} is not known") from None
 
 
 def _with_extra(entry: Entry, extra: worker_pb2.EntryExtra) -> Entry:

@@ -136,6 +136,14 @@ def logprobs_to_proto(packed: TokenLogprobs) -> common_pb2.PackedLogprobs:
 
 
 def logprobs_from_proto(message: common_pb2.PackedLogprobs) -> TokenLogprobs:
+    """Checked log probabilities.
+
+    Raises:
+        InvalidRequestError: the arrays are not `width` entries for each rank.
+    """
+    num_entries = message.width * len(message.ranks)
+    if not (message.width and num_entries == len(message.token_ids) == len(message.logprobs)):
+        raise InvalidRequestError("packed log probabilities have arrays of other lengths")
     return TokenLogprobs(
         width=message.width,
         token_ids=list(message.token_ids),
