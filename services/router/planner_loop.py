@@ -11,7 +11,7 @@ from diptych.errors import DiptychError
 from diptych.services.router.planner import Memory, Plan, PoolLoad, plan
 from diptych.services.router.scalers import Scaler
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 Observe = Callable[[str], PoolLoad]
 
@@ -41,7 +41,10 @@ class PlannerLoop:
                 try:
                     await self.decide()
                 except DiptychError as error:
-                    log.warning("planner: %s", error.message)
+                    logger.warning("planner: %s", error.message)
+                except Exception:
+                    # a planner that dies silently would leave the pools as they are for good
+                    logger.exception("planner")
         finally:
             await self._scaler.close()
 
@@ -66,7 +69,7 @@ class PlannerLoop:
         # A shrink comes before a growth: both may live under one budget of GPUs.
         for pool in sorted(sizes, key=lambda pool: sizes[pool] - wanted[pool]):
             if sizes[pool] != wanted[pool]:
-                log.info("planner: %s %d -> %d", pool, wanted[pool], sizes[pool])
+                logger.info("planner: %s %d -> %d", pool, wanted[pool], sizes[pool])
                 await self._scaler.scale(pool, sizes[pool])
         return decided
 

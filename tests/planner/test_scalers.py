@@ -144,6 +144,33 @@ async def test_the_loop_grows_a_queueing_pool_through_the_launchers_socket(tmp_p
     assert sizes == {"prefill": 2, "decode": 1}
 
 
+async def test_the_loop_outlives_answers_that_make_no_sense(tmp_path: Path) -> None:
+    asked: list[str] = []
+    third = asyncio.Event()
+
+    async def launcher(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        asked.append((await reader.readline()).decode())
+        writer.write(b'{"pools": "many"}\n')
+        await writer.drain()
+        writer.close()
+        if len(asked) == 3:
+            third.set()
+
+    config = PlannerConfig(interval_s=0.001)
+    async with await asyncio.start_unix_server(launcher, str(tmp_path / "s")):
+        loop = PlannerLoop(
+            config,
+            lambda pool: PoolLoad(1, 1, 0, 0.0),
+            LocalScaler(str(tmp_path / "s")),
+            SystemClock(),
+        )
+        task = asyncio.create_task(loop.run())
+        async with asyncio.timeout(10):
+            await third.wait()
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
 async def test_a_launcher_that_is_gone_is_a_named_error(tmp_path: Path) -> None:
     with pytest.raises(UnavailableError, match="cannot be asked"):
         await LocalScaler(str(tmp_path / "none")).scale("decode", 1)
