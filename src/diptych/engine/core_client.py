@@ -39,6 +39,7 @@ logger = logging.getLogger(__name__)
 
 DEFAULT_FACTORY = "diptych.engine.core:make_engine_core"
 MAX_QUEUED_OUTPUTS = 1024
+STATUS_TIMEOUT_S = 5.0
 
 
 class EngineCoreClient:
@@ -230,7 +231,11 @@ class EngineCoreClient:
         await self._queue.put(None)
 
     async def _status(self) -> str:
-        status = await self._process.wait() if self._process is not None else None
+        try:
+            async with asyncio.timeout(STATUS_TIMEOUT_S):
+                status = await self._process.wait() if self._process is not None else None
+        except TimeoutError:  # it closed its socket and lives: stuck in a driver, say
+            return "its process hangs"
         return f"its process ended with status {status}"
 
     def _note(self, outputs: EngineCoreOutputs) -> None:
