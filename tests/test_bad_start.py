@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from diptych.config import EngineConfig, PlannerConfig, RedisConfig, RouterConfig
+from diptych.config import EngineConfig, RedisConfig, RouterConfig
 from diptych.engine.core import make_engine_core
 from diptych.errors import DiptychError
 from diptych.services.router.main import serve
@@ -27,7 +27,7 @@ async def router_error(model: Path, **settings: Any) -> str:
     config = RouterConfig(port=0, workers=["127.0.0.1:1"], **settings)
     engine = EngineConfig(model=str(model))
     with pytest.raises(DiptychError) as caught:
-        async with serve(config, RedisConfig(), PlannerConfig(), engine):
+        async with serve(config, RedisConfig(), engine):
             pass
     return caught.value.message
 

@@ -163,7 +163,7 @@ class Dispatcher:
                 job.route.fail(error.message)
             else:
                 return attempt
-            self._metrics.retries.labels(stage=attempt.stage.value).inc()
+            self._metrics.attempts_failed.labels(stage=attempt.stage.value).inc()
 
     def _check_bounds(self, job: _Job, busy: CapacityError | None) -> None:
         self._check_stop()
@@ -288,7 +288,7 @@ class Dispatcher:
             attempt.stage.value,
             reason,
         )
-        self._metrics.retries.labels(stage=attempt.stage.value).inc()
+        self._metrics.attempts_failed.labels(stage=attempt.stage.value).inc()
         if job.link is not None:
             job.link.cancel(job.request.request_id, attempt.epoch)
             job.link = None

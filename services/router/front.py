@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import AsyncIterator
 from typing import Any, cast
 
@@ -19,8 +18,6 @@ from diptych.services.router.served import Served
 from diptych.text.output_processor import OutputDelta, RequestState
 from diptych.text.tokenizer import Tokenizer
 from diptych.wire import sampling_from_proto
-
-logger = logging.getLogger(__name__)
 
 SERVICE_NAME = "diptych.v1.Inference"
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 from collections.abc import AsyncGenerator, AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, asynccontextmanager
@@ -22,8 +21,6 @@ from diptych.services.router.prompts import ChatPrompt, Prompt, TextPrompt
 from diptych.services.router.route import Role
 from diptych.text.output_processor import OutputDelta, RequestState
 from diptych.text.processor import ProcessedRequest, Processor
-
-logger = logging.getLogger(__name__)
 
 _TOKENISER_THREADS = 2
 

@@ -13,7 +13,7 @@ from aiohttp import web
 from prometheus_client import CollectorRegistry
 
 from diptych.clock import Clock, SystemClock
-from diptych.config import EngineConfig, PlannerConfig, RedisConfig, RouterConfig
+from diptych.config import EngineConfig, RedisConfig, RouterConfig
 from diptych.connectors.tickets import TicketIssuer, TicketKeys
 from diptych.errors import ConfigError
 from diptych.models.config import ModelConfig
@@ -73,7 +73,6 @@ class Ports:
 def run(
     router: RouterConfig,
     redis: RedisConfig,
-    planner: PlannerConfig,
     engine: EngineConfig,
     background: Background | None = None,
 ) -> None:
@@ -87,7 +86,7 @@ def run(
     """
 
     async def main(stop: asyncio.Event) -> None:
-        async with serve(router, redis, planner, engine, background=background):
+        async with serve(router, redis, engine, background=background):
             await stop.wait()
 
     run_until_signal("router", main)
@@ -97,7 +96,6 @@ def run(
 async def serve(
     router: RouterConfig,
     redis: RedisConfig,
-    planner: PlannerConfig,
     engine: EngineConfig,
     *,
     clock: Clock | None = None,

@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 
 class Members:
-    """The links to all known workers. `async with` closes them at the end."""
+    """The links to all known workers; `close` ends them."""
 
     def __init__(
         self,

@@ -84,7 +84,7 @@ class RouterMetrics:
         self.attempts = counter(
             "diptych:attempts", "Submissions that a worker accepted, by stage.", "stage"
         )
-        self.retries = counter(
+        self.attempts_failed = counter(
             "diptych:attempts_failed", "Attempts that were lost or refused, by stage.", "stage"
         )
         self.stale_entries = counter(

@@ -22,7 +22,6 @@ COMPLETION_MAX_TOKENS = 16
 _INT64 = 2**63
 
 _UNSUPPORTED = (
-    "best_of",
     "use_beam_search",
     "structured_outputs",
     "guided_json",
@@ -34,7 +33,6 @@ _UNSUPPORTED = (
     "logit_processors",
     "logprob_token_ids",
     "prompt_embeds",
-    "suffix",
     "tools",
     "functions",
     "documents",

@@ -124,13 +124,11 @@ def _router(args: Any) -> None:
     from diptych.services.router import main as router
     from diptych.services.router.planner_task import planner_background
 
-    planner = settings["planner"]
     router.run(
         settings["router"],
         settings["redis"],
-        planner,
         settings["engine"],
-        planner_background(planner),
+        planner_background(settings["planner"]),
     )
 
 

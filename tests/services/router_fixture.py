@@ -11,7 +11,7 @@ from typing import Any
 
 import aiohttp
 
-from diptych.config import EngineConfig, PlannerConfig, RedisConfig, RouterConfig
+from diptych.config import EngineConfig, RedisConfig, RouterConfig
 from diptych.services.router import main
 from diptych.services.router.dispatch import DispatchTimes
 from diptych.services.router.worker_link import LinkTimes
@@ -79,7 +79,6 @@ async def running_router(
             main.serve(
                 _replace(config, settings),
                 RedisConfig(),
-                PlannerConfig(),
                 EngineConfig(model=str(model), served_model_name="tiny"),
                 link_times=TIMES,
                 dispatch_times=dispatch_times,

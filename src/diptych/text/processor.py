@@ -36,7 +36,7 @@ class ProcessedRequest:
 
 
 class Processor:
-    """Checks against one model. Safe to use from several threads if `rng` is not shared.
+    """Checks against one model. Safe to use from several threads.
 
     `max_tokens=None` means what is left of the context. An explicit `max_tokens` that does not fit
     is refused, or cut to what fits where `clamp_max_tokens` is set (offline use).
