@@ -111,8 +111,10 @@ class Supervisor:
                 spec = self._new_worker(pool, self._free_index(pool))
                 await self._spawn(spec)
                 self._watchers[spec.name] = asyncio.create_task(self._watch(spec.name))
+                self._say(f"{spec.name}: started for the load")
             for name in self._pool(pool)[replicas:]:
                 self._stopping.add(name)
+                self._say(f"{name}: drains, idle enough without it")
                 task = asyncio.create_task(self._drain(name))
                 self._drains.add(task)
                 task.add_done_callback(self._drains.discard)
