@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import sys
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from http.client import HTTPException
 from typing import Any
 
 from diptych.errors import DiptychError, UnavailableError
@@ -26,9 +28,15 @@ def run(
 ) -> int:
     """Read lines from standard input, write answers to standard output, until the end of input.
 
+    Returns 1 where a line got an error for an answer, else 0.
+
     Raises:
         UnavailableError: the server cannot be reached.
     """
+    for stream in (sys.stdin, sys.stdout):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
+    code = 0
     server = _Server(url, api_key)
     model = model or server.first_model()
     messages = [{"role": "system", "content": system}] if system else []
@@ -44,9 +52,10 @@ def run(
         except DiptychError as error:
             print(f"error: {error.message}", file=sys.stderr)
             messages.pop()
+            code = 1
             continue
         messages.append({"role": "assistant", "content": answer})
-    return 0
+    return code
 
 
 class _Server:
@@ -58,24 +67,28 @@ class _Server:
 
     def first_model(self) -> str:
         with self._open("/v1/models", None) as response:
-            return str(json.load(response)["data"][0]["id"])
+            try:
+                return str(json.load(response)["data"][0]["id"])
+            except (ValueError, LookupError, TypeError):
+                raise UnavailableError(f"{self._url} is no OpenAI-compatible server") from None
 
     def stream(self, body: dict[str, Any]) -> Iterator[str]:
         with self._open("/v1/chat/completions", body) as response:
-            for raw in response:
-                line = raw.decode().strip()
-                if not line.startswith("data: ") or line == "data: [DONE]":
-                    continue
-                event = json.loads(line[6:])
-                if "error" in event:
-                    raise UnavailableError(event["error"]["message"])
-                for choice in event["choices"]:
-                    yield choice["delta"].get("content") or ""
+            try:
+                for raw in response:
+                    line = raw.decode(errors="replace").strip()
+                    if line == "data: [DONE]":
+                        return
+                    if line.startswith("data: "):
+                        yield from _pieces(json.loads(line[6:]))
+            except (HTTPException, OSError, ValueError, LookupError, TypeError) as error:
+                raise UnavailableError(f"the answer broke off: {error}") from None
+        raise UnavailableError("the answer broke off")
 
     def _open(self, path: str, body: dict[str, Any] | None) -> Any:
         data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(self._url + path, data=data, headers=self._headers)
         try:
+            request = urllib.request.Request(self._url + path, data=data, headers=self._headers)
             return urllib.request.urlopen(request, timeout=_TIMEOUT_S)
         except urllib.error.HTTPError as error:
             with error:
@@ -83,8 +96,15 @@ class _Server:
             with contextlib.suppress(ValueError, KeyError, TypeError):
                 text = json.loads(text)["error"]["message"]
             raise UnavailableError(f"HTTP {error.code}: {text}") from None
-        except OSError as error:
+        except (HTTPException, OSError, ValueError) as error:
             raise UnavailableError(f"{self._url} cannot be reached: {error}") from None
+
+
+def _pieces(event: dict[str, Any]) -> Iterator[str]:
+    if "error" in event:
+        raise UnavailableError(event["error"]["message"])
+    for choice in event["choices"]:
+        yield choice["delta"].get("content") or ""
 
 
 def _read_line() -> str | None:
