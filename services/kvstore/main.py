@@ -5,13 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
-import socket
 import time
 from contextlib import AsyncExitStack
 
+from diptych.addresses import reachable_address
 from diptych.config import KVStoreConfig, RedisConfig
 from diptych.connectors.store_wire import TOKEN_BYTES, boot_id
-from diptych.errors import ConfigError
 from diptych.observe import AdminServer, Status, new_registry, run_until_signal
 from diptych.proto import kvstore_pb2_grpc
 from diptych.registry import Heartbeat, Registry, StoreRecord
@@ -157,12 +156,7 @@ def _make_table(config: KVStoreConfig, pool_bytes: int) -> ObjectTable:
 
 def _reachable(config: KVStoreConfig, port: int) -> str:
     """host:port that others reach one of our ports at; only the gRPC port itself may be mapped."""
-    if config.advertise_address:
-        host, _, advertised_port = config.advertise_address.rpartition(":")
-        if not host or not advertised_port.isdigit():
-            raise ConfigError("advertise_address must be host:port", param="advertise_address")
-        return f"{host}:{advertised_port if port == config.port else port}"
-    host = config.host
-    if host in ("0.0.0.0", "::"):
-        host = socket.gethostbyname(socket.gethostname())
-    return f"{host}:{port}"
+    if config.advertise_address is None:
+        return reachable_address(config.host, port, None)
+    host, _, advertised_port = config.advertise_address.rpartition(":")
+    return f"{host}:{advertised_port if port == config.port else port}"

@@ -14,8 +14,8 @@ import logging
 from collections import deque
 from typing import Protocol, Self, cast
 
+from diptych.addresses import check_bindable
 from diptych.connectors.store_wire import ANSWER, FRAME, HELLO_BYTES, READ, WELCOME, WRITE, hello
-from diptych.rpc import check_bindable
 from diptych.services.kvstore.objects import Status
 
 _log = logging.getLogger(__name__)

@@ -12,6 +12,7 @@ from pathlib import Path
 from aiohttp import web
 from prometheus_client import CollectorRegistry
 
+from diptych.addresses import check_bindable
 from diptych.clock import Clock, SystemClock
 from diptych.config import EngineConfig, RedisConfig, RouterConfig
 from diptych.connectors.tickets import TicketIssuer, TicketKeys
@@ -20,7 +21,7 @@ from diptych.models.config import ModelConfig
 from diptych.models.fetch import resolve_model
 from diptych.observe import AdminServer, Status, new_registry, run_until_signal
 from diptych.registry import Registry, Watch, WorkerRecord
-from diptych.rpc import RpcServer, check_bindable
+from diptych.rpc import RpcServer
 from diptych.services.router.api_keys import ApiKeys
 from diptych.services.router.dispatch import Dispatcher, DispatchTimes
 from diptych.services.router.front import Front

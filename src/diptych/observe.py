@@ -16,8 +16,8 @@ from aiohttp.http_exceptions import HttpProcessingError
 from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
+from diptych.addresses import check_bindable
 from diptych.errors import ConfigError, DiptychError
-from diptych.rpc import check_bindable
 
 logger = logging.getLogger(__name__)
 

@@ -7,10 +7,8 @@ error back.
 
 from __future__ import annotations
 
-import errno
 import inspect
 import logging
-import socket
 import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -23,6 +21,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from diptych import errors
+from diptych.addresses import check_bindable
 from diptych.config import MIB
 from diptych.errors import ConfigError, DiptychError, InvalidRequestError
 
@@ -82,13 +81,11 @@ class RpcServer:
         services: Sequence[Service] = (),
         *,
         stop_grace_s: float = 1.0,
-        max_concurrent_rpcs: int | None = None,
     ) -> None:
         self.host = host
         self.port = port
         self._services = list(services)
         self._stop_grace_s = stop_grace_s
-        self._max_concurrent_rpcs = max_concurrent_rpcs
         self._health = health.aio.HealthServicer()
         self._server: Any = None
 
@@ -103,11 +100,7 @@ class RpcServer:
         Raises:
             ConfigError: the address cannot be bound; the message names the port.
         """
-        server = grpc.aio.server(
-            interceptors=[ErrorInterceptor()],
-            options=_SERVER_OPTIONS,
-            maximum_concurrent_rpcs=self._max_concurrent_rpcs,
-        )
+        server = grpc.aio.server(interceptors=[ErrorInterceptor()], options=_SERVER_OPTIONS)
         self.port = _bind(server, self.host, self.port)
         self._server = server
 
@@ -141,12 +134,12 @@ class RpcServer:
         for name in ("", *(s.name for s in self._services)):
             await self._health.set(name, status)
 
-    async def stop(self, grace_s: float | None = None) -> None:
-        """Refuse new calls, give running ones `grace_s` seconds, then cancel them. Idempotent."""
+    async def stop(self) -> None:
+        """Refuse new calls, give running ones `stop_grace_s`, then cancel them. Idempotent."""
         server, self._server = self._server, None
         if server is not None:
             await self._health.enter_graceful_shutdown()
-            await server.stop(self._stop_grace_s if grace_s is None else grace_s)
+            await server.stop(self._stop_grace_s)
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -272,26 +265,6 @@ def error_from_rpc(error: grpc.RpcError) -> DiptychError:
     param = metadata.get(PARAM_KEY)
     message = error.details() or error.code().name
     return kind(message, param=None if param is None else str(param))
-
-
-def check_bindable(host: str, port: int) -> None:
-    """Raise a clear error if nobody could listen on `host:port` now.
-
-    Raises:
-        ConfigError: in use, not permitted, or no address of this machine.
-    """
-    try:
-        family, kind, _, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        with socket.socket(family, kind) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(address)
-    except OSError as error:
-        reason = error.strerror or str(error)
-        if error.errno == errno.EADDRINUSE:
-            reason = "the port is in use by another process"
-        raise ConfigError(f"cannot listen on {host}:{port}: {reason}", param="port") from error
 
 
 def _bind(server: Any, host: str, port: int) -> int:

@@ -67,7 +67,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
             task.cancel()
         await asyncio.gather(*self._tasks.values(), return_exceptions=True)
         if self._server is not None:
-            await self._server.stop(0)
+            await self._server.stop()
         self._server = None
 
     async def restart(self) -> None:

@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from pathlib import Path
 from typing import Any, TypeVar
 
+from diptych.addresses import check_bindable, reachable_address
 from diptych.clock import Clock, SystemClock
 from diptych.config import EngineConfig, RedisConfig, WorkerConfig
 from diptych.connectors.tickets import TicketKeys
@@ -17,12 +18,12 @@ from diptych.models.config import ModelConfig
 from diptych.observe import AdminServer, Status, new_registry
 from diptych.proto import worker_pb2_grpc
 from diptych.registry import Heartbeat, MemberLoad, Registry, WorkerRecord
-from diptych.rpc import RpcServer, Service, check_bindable
+from diptych.rpc import RpcServer, Service
 from diptych.worker.engine import Engine
 from diptych.worker.identity import WorkerIdentity
 from diptych.worker.metrics import WorkerMetrics
 from diptych.worker.servicer import WorkerServicer
-from diptych.worker.setup import find_store, needs_store, reachable_address, with_store
+from diptych.worker.setup import find_store, needs_store, with_store
 
 logger = logging.getLogger(__name__)
 

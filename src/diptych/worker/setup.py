@@ -1,10 +1,9 @@
-"""What a worker needs to know before its engine starts: its model, its store, its address."""
+"""What a worker needs to know before its engine starts: its store."""
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
-import socket
 from collections.abc import Callable
 
 from diptych.config import EngineConfig, KVTransferConfig, WorkerConfig
@@ -53,13 +52,3 @@ def with_store(engine: EngineConfig, role: str, store: str) -> EngineConfig:
         kv_connector_extra_config={"kvstore": store},
     )
     return dataclasses.replace(engine, kv_transfer_config=transfer)
-
-
-def reachable_address(host: str, port: int, advertised: str | None) -> str:
-    """host:port that others are told; a wildcard host becomes this machine's address."""
-    if advertised is not None:
-        return advertised
-    if host in ("0.0.0.0", "::", ""):
-        host = socket.gethostbyname(socket.gethostname())
-    host = f"[{host}]" if ":" in host else host
-    return f"{host}:{port}"
