@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import ssl
 import subprocess
 import time
@@ -15,6 +14,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from diptych.launcher.child import free_ports
 
 _START_S = 90.0
 
@@ -77,7 +78,7 @@ def missing_assets() -> str:
 def running_api_server(folder: Path) -> Iterator[ApiServer]:
     """Start both; logs and certificates lie in `folder`."""
     assets = Path(os.environ["KUBEBUILDER_ASSETS"])
-    etcd_port, peer_port, port = _free_ports(3)
+    etcd_port, peer_port, port = free_ports(3)
     etcd_url = f"http://127.0.0.1:{etcd_port}"
     (folder / "tokens.csv").write_text('admin-token,admin,admin,"system:masters"\n')
     server = ApiServer(
@@ -165,11 +166,3 @@ def _kubeconfig(server: ApiServer) -> str:
             "current-context": "test",
         }
     )
-
-
-def _free_ports(count: int) -> list[int]:
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [s.getsockname()[1] for s in sockets]
-    for s in sockets:
-        s.close()
-    return ports

@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import random
 import signal
 import socket
 import subprocess
@@ -35,6 +34,7 @@ from diptych.connectors.store_wire import (
 )
 from diptych.embedded_redis import EmbeddedRedis
 from diptych.errors import ConfigError, TransferError
+from diptych.launcher.child import free_ports
 from diptych.proto import kvstore_pb2 as pb
 from diptych.proto import kvstore_pb2_grpc
 from diptych.services.kvstore.objects import Status
@@ -76,17 +76,6 @@ class Node:
             assert self.process.poll() is None
             time.sleep(0.02)
         raise AssertionError(f"/readyz says {code} {text}")
-
-
-def free_ports(count: int) -> list[int]:
-    """Ports below the range from which the kernel deals them out, so that nobody is dealt one
-    between here and the node's start."""
-    ports: list[int] = []
-    while len(ports) < count:
-        port = random.randrange(12_000, 32_000)
-        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
-            ports.append(port)
-    return ports
 
 
 def start_node(

@@ -12,7 +12,7 @@ import os
 import socket
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -23,8 +23,9 @@ from numpy.typing import NDArray
 
 from diptych.bench.offline import report, say
 from diptych.config import MIB, KVStoreConfig, RedisConfig
-from diptych.connectors.store_client import Outcome, PutItem, StoreClient
+from diptych.connectors.store_client import GetResult, Outcome, PutItem, PutResult, StoreClient
 from diptych.errors import UnavailableError
+from diptych.launcher.child import free_ports
 from diptych.services.kvstore.main import run as run_kvstore
 
 _START_TIMEOUT_S = 30.0
@@ -98,7 +99,7 @@ def _put(client: StoreClient, keys: list[bytes], source: Buffer) -> None:
     items = [
         PutItem(key, row.nbytes, partial(_fill, row)) for key, row in zip(keys, source, strict=True)
     ]
-    assert all(r.outcome is Outcome.OK for r in client.put_many(items))
+    _check(client.put_many(items))
 
 
 def _fill(row: Buffer, view: memoryview) -> None:
@@ -109,7 +110,13 @@ def _get(client: StoreClient, keys: list[bytes], target: Buffer) -> None:
     def take(at: int, view: memoryview) -> None:
         np.copyto(target[at], np.frombuffer(view, np.uint8))
 
-    assert all(r.outcome is Outcome.OK for r in client.get_many(keys, take))
+    _check(client.get_many(keys, take))
+
+
+def _check(results: Sequence[PutResult | GetResult]) -> None:
+    failed = [result.outcome.value for result in results if result.outcome is not Outcome.OK]
+    if failed:
+        raise UnavailableError(f"the store failed {len(failed)} objects: {failed[0]}")
 
 
 def _copy(source: Buffer, target: Buffer) -> None:
@@ -126,8 +133,7 @@ def _timed(step: Callable[[], None]) -> float:
 @contextmanager
 def _running_node(pool_bytes: int) -> Iterator[str]:
     """A node in a process of its own; yields its address."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    [port] = free_ports(1)
     config = KVStoreConfig(port=port, pool_bytes=pool_bytes)
     process = multiprocessing.get_context("spawn").Process(
         target=run_kvstore, args=(config, RedisConfig())

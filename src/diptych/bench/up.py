@@ -7,7 +7,6 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import statistics
 import subprocess
 import sys
@@ -19,6 +18,7 @@ from pathlib import Path
 
 from diptych.bench.report import write_result
 from diptych.errors import UnavailableError
+from diptych.launcher.child import free_ports
 from diptych.launcher.plan import Machine
 
 _POLL_S = 0.1
@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Start `diptych up`, load it, stop it, report."""
-    port = _free_port()
+    [port] = free_ports(1)
     command = [sys.executable, "-P", "-m", "diptych.cli", "up", "--model", args.model]
     started = time.monotonic()
     process = subprocess.Popen([*command, "--port", str(port)], stdout=subprocess.DEVNULL)
@@ -157,8 +157,3 @@ def _load(url: str, args: argparse.Namespace) -> list[float]:
     chat(0)
     with ThreadPoolExecutor(args.concurrency) as pool:
         return list(pool.map(chat, range(1, args.num_requests + 1)))
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
