@@ -131,10 +131,9 @@ class ObjectTable:
         self._objects: dict[bytes, _Object] = {}
         self._puts: dict[int, _Put] = {}
         self._leases: dict[int, _Lease] = {}
-        self._deadlines: list[
-            tuple[float, int]
-        ] = []  # heap of (end, put or lease id); may be stale
-        self._evictable: list[tuple[tuple[float, int], int, _Object]] = []  # heap; may be stale
+        # heaps whose entries may be stale: (end, put or lease id), and (rank, id, object)
+        self._deadlines: list[tuple[float, int]] = []
+        self._evictable: list[tuple[tuple[float, int], int, _Object]] = []
         self._added: dict[bytes, int] = {}
         self._removed: set[bytes] = set()
 

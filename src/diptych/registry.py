@@ -251,12 +251,6 @@ class Heartbeat(_Loop):
     async def _step(self) -> None:
         await self._registry.announce(self._record())
 
-    async def beat(self) -> None:
-        """Announce now, for a change that should be seen before the next beat; may fail silently
-        (the loop goes on)."""
-        with contextlib.suppress(UnavailableError):
-            await self._step()
-
     async def __aexit__(self, *_: object) -> None:
         await super().__aexit__()
         with contextlib.suppress(UnavailableError):
