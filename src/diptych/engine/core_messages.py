@@ -95,4 +95,12 @@ def decode_to_engine(body: bytes | bytearray | memoryview) -> ToEngine:
 
 
 def decode_from_engine(body: bytes | bytearray | memoryview) -> FromEngine:
-    return _from_engine.decode(body)
+    """A frame of the engine.
+
+    Raises:
+        EngineError: it is none.
+    """
+    try:
+        return _from_engine.decode(body)
+    except msgspec.MsgspecError as error:
+        raise EngineError(f"the engine sent what is no frame: {error}") from None
