@@ -270,7 +270,7 @@ def test_a_save_that_finds_nothing_waiting_is_staged_whatever_its_size(tmp_path:
 
 def test_a_transfer_past_its_deadline_is_given_up(tmp_path: Path) -> None:
     store = GatedStore(tmp_path)
-    decode = Engine(store, limits=TransferLimits(transfer_timeout_s=0.05))
+    decode = Engine(store, limits=TransferLimits(transfer_timeout_s=0.3))
     prefill = Engine(FileStore(tmp_path), seed=1)
     with running(prefill, decode):
         commit = prefill.send(producer("r", PROMPT))
@@ -278,7 +278,8 @@ def test_a_transfer_past_its_deadline_is_given_up(tmp_path: Path) -> None:
         for name in ("a", "b"):
             decode.order_load(consumer(name, PROMPT, commit))
         decode.step()
-        time.sleep(0.1)
+        assert store.entered.wait(10)
+        time.sleep(0.35)
         store.gate.set()
         output = decode.wait("finished_recving", "b")
         assert output.failed_recving["b"] == 0

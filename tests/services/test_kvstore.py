@@ -357,11 +357,11 @@ def test_a_lease_is_renewed_over_the_wire(node: Node) -> None:
     name = key()
     client = StoreClient(node.address)
     put(client, {name: b"x"})
-    [found] = stub.Get(pb.GetRequest(keys=[name], lease_ms=200)).results
-    assert found.lease_ms == 200
+    [found] = stub.Get(pb.GetRequest(keys=[name], lease_ms=600)).results
+    assert found.lease_ms == 600
     renew = pb.VerifyLeaseRequest(lease_ids=[found.lease_id], renew_ms=5000)
     assert stub.VerifyLease(renew).statuses == [pb.ITEM_STATUS_OK]
-    time.sleep(0.25)
+    time.sleep(0.65)
     release = pb.ReleaseRequest(lease_ids=[found.lease_id, 1])
     assert stub.Release(release).statuses == [pb.ITEM_STATUS_OK, pb.ITEM_STATUS_NOT_FOUND]
     client.close()

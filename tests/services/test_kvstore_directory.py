@@ -103,11 +103,14 @@ async def test_an_inventory_larger_than_a_batch_arrives_whole(url: str) -> None:
 @pytest.mark.anyio
 async def test_a_dead_node_takes_its_entries_with_it(world: World) -> None:
     world.put(1)
-    await world.directory.begin("n1", "i1", 0.2)
-    assert await world.directory.apply("n1", "i1", 0.2, world.table.take_changes())
+    await world.directory.begin("n1", "i1", 0.5)
+    assert await world.directory.apply("n1", "i1", 0.5, world.table.take_changes())
     assert (await world.holders(1))[0]
-    await asyncio.sleep(0.25)
-    assert await world.holders(1) == [[]]
+
+    async def forgotten() -> bool:
+        return await world.holders(1) == [[]]
+
+    await until(forgotten)
 
 
 @pytest.mark.anyio

@@ -17,7 +17,7 @@ from diptych import errors
 from diptych.proto import worker_pb2, worker_pb2_grpc
 from diptych.rpc import RpcServer, Service, error_from_rpc, open_channel
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("one_event_loop")]
 NAME = "diptych.v1.Worker"
 
 

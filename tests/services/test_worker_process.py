@@ -24,7 +24,7 @@ from tests.services.test_worker_service import error_of
 from tests.services.worker_fakes import FakeEngine, FakeRouter, until
 from tests.tiny_models import make_tiny_model
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("one_event_loop")]
 
 
 def free_port() -> int:

@@ -18,7 +18,7 @@ from diptych.rpc import error_from_rpc, open_channel
 from diptych.wire import commit_to_proto
 from tests.services.worker_fakes import FakeRouter, router_of, serve, until
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("one_event_loop")]
 
 
 async def error_of(call: Any) -> errors.DiptychError:
@@ -213,7 +213,7 @@ async def test_a_stream_that_breaks_resumes_with_what_was_missed() -> None:
 
 
 async def test_requests_of_a_gone_router_are_aborted_after_its_grace() -> None:
-    async with serve(grace_s=0.2) as worker, router_of(worker) as router:
+    async with serve(grace_s=0.5) as worker, router_of(worker) as router:
         await router.submit("a")
         router.call.cancel()
         await asyncio.sleep(0.1)
