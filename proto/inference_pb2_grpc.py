@@ -54,8 +54,10 @@ class InferenceServicer:
     """
 
     def Generate(self, request, context):
-        """Generate one completion and stream it. Errors: INVALID_ARGUMENT (bad field), NOT_FOUND (unknown
-        model), RESOURCE_EXHAUSTED (no capacity), UNAVAILABLE (no worker), DEADLINE_EXCEEDED, CANCELLED.
+        """Generate one completion and stream it. Errors: INVALID_ARGUMENT (bad field), UNIMPLEMENTED (known,
+        not in this version), UNAUTHENTICATED (no or unknown key), NOT_FOUND (unknown model),
+        RESOURCE_EXHAUSTED (no capacity), UNAVAILABLE (no worker, or the router stops),
+        DEADLINE_EXCEEDED, CANCELLED, INTERNAL (it failed on every worker that tried).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

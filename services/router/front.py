@@ -1,4 +1,4 @@
-"""The public gRPC API: equal to the HTTP one in its fields."""
+"""The public gRPC API."""
 
 from __future__ import annotations
 

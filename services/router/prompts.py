@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class TextPrompt:
-    """Plain text, tokenised as it is."""
+    """Plain text, without a template."""
 
     text: str
     add_special_tokens: bool = True
