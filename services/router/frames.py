@@ -69,6 +69,9 @@ def _with_extra(entry: Entry, extra: worker_pb2.EntryExtra) -> Entry:
     def has(name: str) -> bool:
         return bool(extra.HasField(name))
 
+    logprobs = logprobs_from_proto(extra.logprobs) if has("logprobs") else None
+    if logprobs is not None and len(logprobs.ranks) < len(entry.token_ids):
+        raise EngineError("an entry has tokens without log probabilities")
     return Entry(
         epoch=entry.epoch,
         first_position=entry.first_position,
@@ -76,7 +79,7 @@ def _with_extra(entry: Entry, extra: worker_pb2.EntryExtra) -> Entry:
         finish_reason=entry.finish_reason,
         stop_token_id=entry.stop_token_id,
         num_cached_tokens=entry.num_cached_tokens,
-        logprobs=logprobs_from_proto(extra.logprobs) if has("logprobs") else None,
+        logprobs=logprobs,
         prompt_logprobs=(
             logprobs_from_proto(extra.prompt_logprobs) if has("prompt_logprobs") else None
         ),

@@ -51,6 +51,9 @@ BROKEN: dict[str, Callable[[worker_pb2.WorkerFrame], object]] = {
     "logprobs without a width": lambda f: f.extras[0].logprobs.ClearField("width"),
     "a rank for every alternative": lambda f: f.extras[0].logprobs.ranks.extend([1, 2]),
     "a logprob is missing": lambda f: f.extras[0].logprobs.logprobs.pop(),
+    "a token without logprobs": lambda f: f.extras[0].logprobs.CopyFrom(
+        common_pb2.PackedLogprobs(width=1, token_ids=[5], logprobs=[-1], ranks=[1])
+    ),
 }
 
 
