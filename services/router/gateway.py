@@ -18,6 +18,7 @@ from diptych.errors import (
     RequestTooLargeError,
 )
 from diptych.observe import Status
+from diptych.rpc import log_unforeseen
 from diptych.services.router.chat_form import ChatForm
 from diptych.services.router.completion_form import CompletionForm
 from diptych.services.router.formats import Answering, Format, error_body
@@ -109,10 +110,7 @@ class Gateway:
         except ConnectionError:
             raise
         except Exception as error:
-            # the message may quote a prompt: only where it happened and its class are logged
-            logger.error("%s %s failed: %s", request.method, request.path, type(error).__name__)
-            logger.debug("traceback", exc_info=error)
-            response = _error_response(EngineError("internal error; see the router's log"))
+            response = _error_response(_unforeseen(request, error))
         if request.path.startswith("/v1/"):
             self._metrics.http_responses.labels(str(response.status)).inc()
         if not response.prepared:
@@ -227,10 +225,11 @@ class Gateway:
             await self._write_events(request, response, api, form, calls)
         except ConnectionError:
             logger.debug("%s: the client left", request[_REQUEST_ID])
-        except DiptychError as error:
+        except Exception as error:
             if not response.prepared:
                 raise
-            await _write(request, response, _event(error_body(error)) + _DONE)
+            named = error if isinstance(error, DiptychError) else _unforeseen(request, error)
+            await _write(request, response, _event(error_body(named)) + _DONE)
         return response
 
     async def _write_events(
@@ -300,6 +299,12 @@ def _error_response(error: DiptychError) -> web.Response:
     if error.http_status in (429, 503):
         response.headers["Retry-After"] = str(RETRY_AFTER_S)
     return response
+
+
+def _unforeseen(request: web.Request, error: Exception) -> DiptychError:
+    """What a client is told of an error that has no name of ours, which is logged."""
+    log_unforeseen(f"{request.method} {request.path}", error)
+    return EngineError("internal error; see the router's log")
 
 
 def _from_http(error: web.HTTPException, request: web.Request) -> DiptychError:

@@ -224,10 +224,15 @@ async def _abort(context: Any, error: Exception, method: str) -> None:
         if error.param:
             metadata.append((PARAM_KEY, error.param))
         await context.abort(error.grpc_status, error.message, tuple(metadata))
-    # the message may quote a prompt: log where it happened and its class only
-    frames = "".join(traceback.format_tb(error.__traceback__))
-    logger.error("%s failed with %s\n%s", method, type(error).__name__, frames)
+    log_unforeseen(method, error)
     await context.abort(grpc.StatusCode.INTERNAL, "internal error; see the service's log")
+
+
+def log_unforeseen(what: str, error: Exception) -> None:
+    """Log an error that has no name of ours: where it happened and its class, but not its message,
+    which may quote a prompt."""
+    frames = "".join(traceback.format_tb(error.__traceback__))
+    logger.error("%s failed with %s\n%s", what, type(error).__name__, frames)
 
 
 def open_channel(address: str) -> Any:

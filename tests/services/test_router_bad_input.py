@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from diptych.services.router import gateway
+from diptych.services.router.completion_form import CompletionForm
 from tests.services.fake_worker import AGGREGATED, FakeWorker
 from tests.services.router_fixture import Running, running_router, tiny_directory, tiny_script
 
@@ -261,3 +262,24 @@ async def test_a_body_that_cannot_be_read_is_refused(
 
     assert int(answer.split()[1]) == status
     assert expected in json.loads(answer[answer.index(b'{"error"') :])["error"]["message"]
+
+
+async def test_an_unforeseen_error_in_a_stream_is_an_event_and_quotes_nothing(
+    router: Running, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    chunk = CompletionForm.chunk
+
+    def fails_at_the_second(form: CompletionForm, index: int, state: Any, delta: Any) -> Any:
+        if len(state.token_ids) > len(delta.token_ids):
+            raise KeyError(state.request.prompt)
+        return chunk(form, index, state, delta)
+
+    monkeypatch.setattr(CompletionForm, "chunk", fails_at_the_second)
+    async with router.session.post(f"{router.url}{TEXT}", data=text(stream=True)) as response:
+        lines = [line async for line in response.content if line.strip()]
+
+    assert response.status == 200
+    assert json.loads(lines[-2].removeprefix(b"data: "))["error"]["type"] == "internal_error"
+    assert lines[-1] == b"data: [DONE]\n"
+    assert "KeyError" in caplog.text
+    assert "Hello" not in caplog.text
