@@ -136,10 +136,11 @@ class Cluster:
         sections = {"worker": section, "engine": self._engine(**engine)}
         return self._start(role, sections), f"127.0.0.1:{port}"
 
-    def router(self, *workers: str) -> tuple[ServiceProcess, Api]:
+    def router(self, *workers: str, **settings: Any) -> tuple[ServiceProcess, Api]:
         """A router over these workers and its API."""
         port = free_port()
-        sections = {"router": {"port": port, "workers": list(workers)}, "engine": self._engine()}
+        section = {"port": port, "workers": list(workers), **settings}
+        sections = {"router": section, "engine": self._engine()}
         return self._start("router", sections), Api(port)
 
     def wait_ready(self) -> None:
