@@ -119,6 +119,8 @@ async def test_a_worker_is_ready_when_its_engine_is(model: Path) -> None:
         metrics = (await worker.probe("/metrics"))[1]
         labels = 'engine="w",model_name="mine"'
         assert f"vllm:num_requests_running{{{labels}}} 0.0" in metrics
+        blocks = [line for line in metrics.splitlines() if line.startswith("diptych:kv_blocks_")]
+        assert {float(line.split()[-1]) for line in blocks} == {64.0}, "all free from the start"
         assert f'vllm:prompt_tokens_by_source_total{{{labels},source="local_compute"}}' in metrics
     assert worker.task.exception() is None
 

@@ -25,6 +25,7 @@ from diptych.worker.servicer import WorkerServicer
 class FakeInfo:
     kv_namespace: str = "ab" * 32
     max_model_len: int = 64
+    num_kv_blocks: int = 64
 
 
 class FakeEngine:

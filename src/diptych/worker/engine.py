@@ -19,6 +19,9 @@ class EngineInfo(Protocol):
     @property
     def max_model_len(self) -> int: ...
 
+    @property
+    def num_kv_blocks(self) -> int: ...
+
 
 class Engine(Protocol):
     """A running engine."""

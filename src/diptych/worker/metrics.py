@@ -91,6 +91,12 @@ class WorkerMetrics:
         self._handoffs = counter("diptych:handoffs_out", "Prompts handed over.").labels(**labels)
         self._refused = counter("diptych:submits_refused", "Submits refused.", "reason")
 
+    def start(self, num_kv_blocks: int) -> None:
+        """Show the cache of a fresh engine, all free, until its first step says more."""
+        self._engine.stats = SchedulerStats(
+            num_kv_blocks=num_kv_blocks, num_free_kv_blocks=num_kv_blocks
+        )
+
     @property
     def stats(self) -> SchedulerStats:
         """Those of the last step."""

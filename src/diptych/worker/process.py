@@ -150,10 +150,12 @@ class WorkerProcess:
         server = RpcServer(self._config.host, self._config.port)
         server.bind()
         identity = self._identity(admin, server)
+        metrics = WorkerMetrics(self._metrics_registry, identity.model, identity.worker_id)
+        metrics.start(engine.info.num_kv_blocks)
         servicer = WorkerServicer(
             engine,
             identity,
-            WorkerMetrics(self._metrics_registry, identity.model, identity.worker_id),
+            metrics,
             config=self._config,
             engine_config=self._engine_config,
             keys=keys,
