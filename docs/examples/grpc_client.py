@@ -1,5 +1,6 @@
 """Ask a Diptych router over gRPC and print the answer as it comes.
 
+    diptych up --grpc-port 50051
     python docs/examples/grpc_client.py 127.0.0.1:50051 "What is the capital of France?"
 
 The contract is proto/inference.proto. In other languages, generate a client from it, or ask the
