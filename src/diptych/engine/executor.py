@@ -110,7 +110,8 @@ class UniprocExecutor:
             [] if dummy else weight_files(self.model_config.path),
             dtype=name,
             kv_dtype=name,
-            seed=self._config.seed if dummy else None,
+            # devices draw other numbers from one seed
+            seed=f"{self._config.seed} on {self._device.type}" if dummy else None,
         )
 
     def _load_model(self, ops: Ops) -> Decoder:

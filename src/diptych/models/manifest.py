@@ -15,7 +15,7 @@ _SAMPLES, _SAMPLE_BYTES = 64, 4096
 
 
 def kv_namespace(
-    config: ModelConfig, files: list[Path], *, dtype: str, kv_dtype: str, seed: int | None
+    config: ModelConfig, files: list[Path], *, dtype: str, kv_dtype: str, seed: str | None
 ) -> bytes:
     """Namespace of the KV of a model.
 
@@ -25,7 +25,7 @@ def kv_namespace(
     Args:
         files: the weight files; none for random weights.
         dtype, kv_dtype: what the engine computes in, and keeps.
-        seed: of random weights.
+        seed: of random weights, and what drew them.
     """
     shape = {
         name: getattr(config, name)
