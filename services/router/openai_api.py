@@ -11,13 +11,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from diptych.engine.request import MAX_CACHE_SALT_CHARS
 from diptych.errors import InvalidRequestError, UnsupportedFeatureError
 from diptych.sampling_params import SamplingParams
 from diptych.services.router.json_body import JsonBody
 from diptych.services.router.openai_prompts import chat_prompt, completion_prompts
 from diptych.services.router.prompts import Prompt
 
-MAX_CACHE_SALT = 1024
 COMPLETION_MAX_TOKENS = 16
 _INT64 = 2**63
 
@@ -191,9 +191,9 @@ def parse_sampling(
 
 def check_cache_salt(salt: str | None) -> str | None:
     """A salt of allowed length, or none."""
-    if salt is not None and not 1 <= len(salt) <= MAX_CACHE_SALT:
+    if salt is not None and not 1 <= len(salt) <= MAX_CACHE_SALT_CHARS:
         raise InvalidRequestError(
-            f"cache_salt must have 1 to {MAX_CACHE_SALT} characters", param="cache_salt"
+            f"cache_salt must have 1 to {MAX_CACHE_SALT_CHARS} characters", param="cache_salt"
         )
     return salt
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -18,6 +17,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from diptych.bench.offline import say
 from diptych.bench.report import DEFAULT_DIRECTORY, write_result
 from diptych.errors import ConfigError
 from diptych.kernels.dispatch import Ops, select_ops
@@ -104,12 +104,6 @@ def main(args: argparse.Namespace) -> int:
     path = write_result(name, payload, device=str(device), directory=args.result_dir)
     say(f"wrote {path}")
     return 0
-
-
-def say(text: str) -> None:
-    """One line of the benchmark's answer on standard output."""
-    sys.stdout.write(text + "\n")
-    sys.stdout.flush()
 
 
 def _measure(case: Case, args: argparse.Namespace) -> Timing:

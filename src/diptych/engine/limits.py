@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from diptych.engine.request import EngineCoreRequest
-from diptych.errors import InvalidRequestError
+from diptych.errors import ContextLengthError, InvalidRequestError
 
 
 def check_request(request: EngineCoreRequest, max_model_len: int) -> None:
@@ -16,7 +16,7 @@ def check_request(request: EngineCoreRequest, max_model_len: int) -> None:
         raise InvalidRequestError("the prompt is empty", param="prompt")
     known = len(request.prompt_token_ids) + len(request.output_token_ids)
     if known >= max_model_len:
-        raise InvalidRequestError(
+        raise ContextLengthError(
             f"the prompt has {known} tokens, but the context length is {max_model_len} tokens, "
             "output included; shorten the prompt",
             param="prompt",

@@ -11,6 +11,8 @@ import msgspec
 
 from diptych.sampling_params import SamplingParams
 
+MAX_CACHE_SALT_CHARS = 1024
+
 
 class FinishReason(enum.IntEnum):
     """Why a request ended; the numbers are those of `diptych.v1.FinishReason`."""

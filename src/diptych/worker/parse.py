@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from diptych.engine.request import EngineCoreRequest, KVTransferParams
-from diptych.errors import InvalidRequestError, RequestTooLargeError
+from diptych.engine.request import MAX_CACHE_SALT_CHARS, EngineCoreRequest, KVTransferParams
+from diptych.errors import ContextLengthError, InvalidRequestError
 from diptych.proto import worker_pb2
 from diptych.sampling_params import SamplingParams
 from diptych.wire import commit_from_proto, sampling_from_proto
-
-MAX_CACHE_SALT_CHARS = 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +74,7 @@ def _check_tokens(
             param="prompt_token_ids",
         )
     if len(prompt) + len(output) >= limits.max_model_len:
-        raise RequestTooLargeError(
+        raise ContextLengthError(
             f"the prompt has {len(prompt)} tokens with {len(output)} of output so far; "
             f"the context holds {limits.max_model_len}",
             param="prompt_token_ids",
