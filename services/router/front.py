@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import asyncio
 from typing import Any, cast
 
-from diptych.errors import InvalidRequestError, RequestTooLargeError
+from diptych.errors import InvalidRequestError, RequestAbortedError, RequestTooLargeError
 from diptych.outputs import LogprobsAt
 from diptych.proto import common_pb2, inference_pb2, inference_pb2_grpc
 from diptych.rpc import Service
@@ -19,6 +19,7 @@ from diptych.text.output_processor import OutputDelta, RequestState
 from diptych.text.tokenizer import Tokenizer
 from diptych.wire import sampling_from_proto
 
+WRITE_TIMEOUT_S = 60.0
 SERVICE_NAME = "diptych.v1.Inference"
 
 
@@ -34,10 +35,8 @@ class Front(inference_pb2_grpc.InferenceServicer):
         """For `rpc.RpcServer`."""
         return Service(SERVICE_NAME, inference_pb2_grpc.add_InferenceServicer_to_server, self)
 
-    async def Generate(
-        self, request: inference_pb2.GenerateRequest, context: Any
-    ) -> AsyncIterator[inference_pb2.GenerateResponse]:
-        """Stream one completion. A call that is cancelled or late ends on every worker."""
+    async def Generate(self, request: inference_pb2.GenerateRequest, context: Any) -> None:
+        """Stream one completion. A call cancelled, late or not read ends everywhere."""
         metadata = self._check_caller(context)
         given = metadata.get("x-request-id")
         request_id = client_request_id(given, self._served.clock.new_id())
@@ -53,7 +52,7 @@ class Front(inference_pb2_grpc.InferenceServicer):
         )
         async with self._inference.generate(call) as generation:
             async for delta in generation.deltas:
-                yield answer.message(generation.state, delta)
+                await _write(context, answer.message(generation.state, delta))
 
     async def ListModels(
         self, request: inference_pb2.ListModelsRequest, context: Any
@@ -93,6 +92,19 @@ class Front(inference_pb2_grpc.InferenceServicer):
             cache_salt=check_cache_salt(salt),
             timeout_s=remaining_s,
         )
+
+
+async def _write(context: Any, message: inference_pb2.GenerateResponse) -> None:
+    """Send one piece.
+
+    Raises:
+        RequestAbortedError: the client reads nothing for so long that its place is needed.
+    """
+    try:
+        async with asyncio.timeout(WRITE_TIMEOUT_S):
+            await context.write(message)
+    except TimeoutError:
+        raise RequestAbortedError("the client does not read") from None
 
 
 def _prompt(request: inference_pb2.GenerateRequest) -> Prompt:

@@ -12,6 +12,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from diptych.proto import common_pb2, inference_pb2, inference_pb2_grpc
+from diptych.services.router import front
 from tests.services.fake_worker import AGGREGATED, DECODE, PREFILL, FakeWorker
 from tests.services.router_fixture import (
     ANSWER,
@@ -201,3 +202,26 @@ async def test_health_serves_and_the_example_client_prints_the_answer(model: Pat
 
 async def _read(call: Any) -> list[Any]:
     return [piece async for piece in call]
+
+
+async def test_a_call_that_nobody_reads_ends(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(front, "WRITE_TIMEOUT_S", 0.3)
+    worker = FakeWorker("a1", AGGREGATED, [5] * 1000)
+    async with (
+        running_router(model, [worker]) as router,
+        grpc.aio.insecure_channel(
+            router.grpc, options=[("grpc.http2.lookahead_bytes", 1024), ("grpc.http2.bdp_probe", 0)]
+        ) as channel,
+    ):
+        request = ask(sampling={"max_tokens": 1000, "logprobs": 20}, return_token_ids=True)
+        call = inference_pb2_grpc.InferenceStub(channel).Generate(request)
+        assert (await call.read()).text is not None
+        running = 'vllm:num_requests_running{model_name="tiny"}'
+        assert await router.metric(running) == 1
+
+        async def is_idle() -> bool:
+            return await router.metric(running) == 0
+
+        await until(is_idle)
+        await until(lambda: not worker.running)
+        call.cancel()
