@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import os
 import signal
-import socket
 import sys
 from asyncio.subprocess import Process
 from collections.abc import AsyncIterator
@@ -18,6 +17,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from diptych.errors import EngineDeadError, UnavailableError
+from diptych.launcher.child import free_ports
 from diptych.proto import common_pb2, worker_pb2
 from diptych.rpc import open_channel
 from tests.engine.fake_executor import expected_output
@@ -49,11 +49,6 @@ main.run(
     RedisConfig(),
 )
 """
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
 
 
 @dataclass
@@ -99,7 +94,7 @@ class Child:
 @contextlib.asynccontextmanager
 async def running(tmp_path: Path) -> AsyncIterator[Child]:
     model = make_tiny_model(tmp_path / "model", vocab_size=1000)
-    port, admin_port = free_port(), free_port()
+    port, admin_port = free_ports(2)
     paths = [str(ROOT / "src"), str(ROOT / "tests" / "engine")]
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-c", SCRIPT, str(port), str(admin_port), str(model)),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import socket
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from diptych.config import EngineConfig, RedisConfig, WorkerConfig
 from diptych.embedded_redis import EmbeddedRedis
 from diptych.engine.request import FinishReason
 from diptych.errors import ConfigError, DrainingError, EngineDeadError, ModelLoadError
+from diptych.launcher.child import free_ports
 from diptych.proto import worker_pb2
 from diptych.registry import Registry, StoreRecord, WorkerRecord
 from diptych.rpc import open_channel
@@ -25,12 +25,6 @@ from tests.services.worker_fakes import FakeEngine, FakeRouter, until
 from tests.tiny_models import make_tiny_model
 
 pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("one_event_loop")]
-
-
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
 
 
 @pytest.fixture(scope="module")
@@ -52,8 +46,9 @@ class Worker:
         self.engine_config: EngineConfig | None = None
         self.stop = asyncio.Event()
         self.loaded = asyncio.Event()
+        port, admin_port = free_ports(2)
         self.config = WorkerConfig(
-            port=free_port(), admin_port=free_port(), worker_id="w", **more.pop("worker", {})
+            port=port, admin_port=admin_port, worker_id="w", **more.pop("worker", {})
         )
         process = WorkerProcess(
             role,
@@ -255,7 +250,7 @@ async def test_a_split_worker_waits_for_a_store_then_registers_and_leaves(
 
 
 async def test_without_redis_a_worker_is_not_ready_and_says_so(model: Path) -> None:
-    redis = RedisConfig(redis=f"redis://127.0.0.1:{free_port()}", heartbeat_s=0.05)
+    redis = RedisConfig(redis=f"redis://127.0.0.1:{free_ports(1)[0]}", heartbeat_s=0.05)
     async with running(model, redis=redis) as worker:
         worker.loaded.set()
         await worker.until_unready_for("not registered yet: ")
