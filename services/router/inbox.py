@@ -31,7 +31,8 @@ class Inbox:
     def on_entry(self, worker_key: str, entry: Entry) -> None:
         if len(self._events) < self._max_events:
             self._put(Event(worker_key, entry))
-        else:
+        elif len(self._events) == self._max_events:
+            # said once: what comes after it is of an attempt that is lost
             self.on_lost(worker_key, "the worker says more than the request can produce")
 
     def on_lost(self, worker_key: str, reason: str) -> None:
