@@ -25,6 +25,11 @@ class Role(enum.IntEnum):
     DECODE = 2
     AGGREGATED = 3
 
+    @classmethod
+    def _missing_(cls, value: object) -> Role:
+        """A role of a later version: such a worker gets no requests."""
+        return cls.UNSPECIFIED
+
 
 class Stage(enum.Enum):
     """What an attempt is to do."""

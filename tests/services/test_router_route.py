@@ -28,6 +28,7 @@ class Worker:
 P1, P2 = Worker("p1", Role.PREFILL), Worker("p2", Role.PREFILL)
 D1, D2 = Worker("d1", Role.DECODE), Worker("d2", Role.DECODE)
 A1 = Worker("a1", Role.AGGREGATED)
+LATER = Worker("x1", Role(9))  # of a version that has more roles
 
 
 def entry(epoch: int, position: int, *token_ids: int, **fields: Any) -> Entry:
@@ -44,6 +45,8 @@ def entry(epoch: int, position: int, *token_ids: int, **fields: Any) -> Entry:
         ([P1, A1], {"a1": Stage.WHOLE}),
         ([D1, D2], {"d1": Stage.WHOLE, "d2": Stage.WHOLE}),
         ([P1], {"p1": Stage.WHOLE}),
+        ([LATER, D1], {"d1": Stage.WHOLE}),
+        ([LATER], {}),
         ([], {}),
     ],
 )
