@@ -9,6 +9,9 @@ import pytest
 
 COMMANDS = ("up", "serve", "router", "prefill", "decode", "worker", "kvstore", "chat", "config")
 
+BENCHES = ("latency", "throughput", "kernels", "kvstore")
+HELPS = [[], *([name] for name in COMMANDS), ["bench"], *(["bench", name] for name in BENCHES)]
+
 
 def run(*argv: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
@@ -20,7 +23,7 @@ def run(*argv: str, **environment: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.parametrize("argv", [[], ["router"], ["prefill"], ["up"], ["bench"]])
+@pytest.mark.parametrize("argv", HELPS)
 def test_help_imports_neither_torch_nor_the_services(argv: list[str]) -> None:
     code = (
         "import sys\nfrom diptych.cli import main\n"

@@ -26,7 +26,6 @@ from diptych.config import MIB, KVStoreConfig, RedisConfig
 from diptych.connectors.store_client import GetResult, Outcome, PutItem, PutResult, StoreClient
 from diptych.errors import UnavailableError
 from diptych.launcher.child import free_ports
-from diptych.services.kvstore.main import run as run_kvstore
 
 _START_TIMEOUT_S = 30.0
 Buffer = NDArray[np.uint8]
@@ -133,6 +132,8 @@ def _timed(step: Callable[[], None]) -> float:
 @contextmanager
 def _running_node(pool_bytes: int) -> Iterator[str]:
     """A node in a process of its own; yields its address."""
+    from diptych.services.kvstore.main import run as run_kvstore  # not for the help
+
     [port] = free_ports(1)
     config = KVStoreConfig(port=port, pool_bytes=pool_bytes)
     process = multiprocessing.get_context("spawn").Process(
