@@ -6,10 +6,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from diptych.config import EngineConfig
+from diptych.engine.core import EngineCore, EngineState
 from diptych.engine.request import EngineCoreOutputs, EngineCoreRequest, FinishReason, KVCommit
 from diptych.engine.scheduler import Scheduler
 from tests.engine.fake_connector import FakeConnector, FakeTransfers
-from tests.engine.fake_executor import FakeExecutor
+from tests.engine.fake_executor import FakeExecutor, LateDevice
 
 
 @dataclass
@@ -58,6 +59,13 @@ class Driver:
             self.scheduler.add_request(request)
             self.clients[request.request_id] = Client()
 
+    @property
+    def has_work(self) -> bool:
+        return self.scheduler.has_requests
+
+    def abort(self, *request_ids: str) -> None:
+        self.scheduler.abort_requests(request_ids)
+
     def step(self) -> dict[str, int]:
         """One step; returns the tokens computed for each request."""
         step = self.scheduler.schedule()
@@ -68,14 +76,14 @@ class Driver:
 
     def run(self, most: int = 1000) -> None:
         """Step until nothing is left."""
-        while self.scheduler.has_requests:
+        while self.has_work:
             self.step()
             most -= 1
             assert most, "the engine does not come to an end"
 
     def run_with_loads(self, most: int = 1000) -> None:
         """Step until nothing is left; each load ends well before the next step."""
-        while self.scheduler.has_requests:
+        while self.has_work:
             assert self.connector is not None
             assert self.transfers is not None
             for request_id in list(self.connector.loads):
@@ -105,10 +113,11 @@ class Driver:
     def check(self) -> None:
         """No block is lost, and each is counted by exactly those who hold it."""
         kv = self.scheduler._kv
-        held = [*kv.req_to_blocks.values(), *kv._quarantine.values()]
+        quarantined = [blocks for blocks, _ in kv._quarantine.values()]
+        held = [*kv.req_to_blocks.values(), *quarantined, *kv.fence.held]
         counts = [0] * kv.pool.num_blocks
         for groups in held:
-            for block in groups[0]:
+            for block in groups[0] if groups else ():
                 counts[block.block_id] += 1
         assert counts == [block.ref_count for block in kv.pool.blocks]
         assert kv.pool.num_free == counts.count(0)
@@ -116,3 +125,52 @@ class Driver:
     @property
     def stats(self) -> Any:
         return self.scheduler.stats
+
+
+class OverlapDriver(Driver):
+    """Plans a step ahead through an engine core, on a device that does its work late."""
+
+    def __init__(
+        self,
+        num_blocks: int = 64,
+        *,
+        block_size: int = 16,
+        connector: FakeConnector | None = None,
+        **config: Any,
+    ) -> None:
+        super().__init__(num_blocks, block_size=block_size, connector=connector, **config)
+        self.device = LateDevice(self.executor, self.transfers or self.executor)
+        self.core = EngineCore(
+            EngineConfig(async_scheduling=True, **config), self.device, connector
+        )
+        self.scheduler = self.core._scheduler
+
+    @property
+    def has_work(self) -> bool:
+        return self.core.has_work
+
+    def abort(self, *request_ids: str) -> None:
+        self.core.abort(request_ids)
+
+    def step(self) -> dict[str, int]:
+        """One turn of the core; returns the tokens of the step that it gave to the device."""
+        before = len(self.device.submitted)
+        outputs = self.core.step()
+        assert self.core.state is EngineState.READY, self.core.failure
+        if outputs is not None:
+            self.take(outputs)
+        self.check()
+        return self.device.submitted[-1] if len(self.device.submitted) > before else {}
+
+
+class FastLoadsDriver(OverlapDriver):
+    """Loads are over as soon as they are ordered, before the device has begun the steps before."""
+
+    def __init__(self, *arguments: Any, **settings: Any) -> None:
+        super().__init__(*arguments, **settings)
+        self.device.on_submit = self._finish_loads
+
+    def _finish_loads(self) -> None:
+        if self.transfers is not None and self.connector is not None:
+            for request_id in list(self.connector.loads):
+                self.transfers.finish_load(request_id)

@@ -12,7 +12,7 @@ from diptych.connectors.base import (
 )
 from diptych.engine.request import KVCommit, KVObject
 from diptych.engine.step import ModelRunnerOutput, SchedulerOutput
-from tests.engine.fake_executor import FakeExecutor, Row, prefix_names
+from tests.engine.fake_executor import FakeExecutor, LateDevice, Row, prefix_names
 
 
 def commit_of(num_tokens: int, cached: int = 0, epoch: int = 1) -> KVCommit:
@@ -124,4 +124,5 @@ class Served:
         self.kv_layout = executor.kv_layout
         self.kv_namespace = executor.kv_namespace
         self.execute_model = transfers.execute_model
+        self.submit_step = LateDevice(executor, transfers).submit_step
         self.shutdown = executor.shutdown

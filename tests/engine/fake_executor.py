@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 from diptych.config import EngineConfig
 from diptych.connectors.base import KVLayout
@@ -79,6 +81,9 @@ class FakeExecutor:
                 output.sampled_token_ids[request_id] = row.token_ids[-1:]
         return output
 
+    def submit_step(self, step: SchedulerOutput) -> LateStep:
+        return LateDevice(self, self).submit_step(step)
+
     def shutdown(self) -> None:
         self.closed = True
 
@@ -113,6 +118,47 @@ class FakeExecutor:
             "a block holds something else than the request's tokens"
         )
         return names[-1]
+
+
+class Runs(Protocol):
+    def execute_model(self, step: SchedulerOutput) -> ModelRunnerOutput: ...
+
+
+class LateDevice:
+    """Does all of a step's work only when its result is asked for: as late as a device may."""
+
+    def __init__(self, executor: FakeExecutor, runs: Runs) -> None:
+        self.kv_layout = executor.kv_layout
+        self.kv_namespace = executor.kv_namespace
+        self.shutdown = executor.shutdown
+        self.execute_model = runs.execute_model
+        self.submitted: list[dict[str, int]] = []
+        self.in_flight: list[SchedulerOutput] = []
+        self.most_in_flight = 0
+        self.on_submit: Callable[[], None] = lambda: None
+
+    @property
+    def computing(self) -> list[bool]:
+        """Of each step in flight, whether it computes anything."""
+        return [bool(step.num_scheduled_tokens) for step in self.in_flight]
+
+    def submit_step(self, step: SchedulerOutput) -> LateStep:
+        assert len(self.in_flight) < 2, "more than one step ahead"
+        self.submitted.append(dict(step.num_scheduled_tokens))
+        self.in_flight.append(step)
+        self.most_in_flight = max(self.most_in_flight, sum(self.computing))
+        self.on_submit()
+        return LateStep(self, step)
+
+
+@dataclass
+class LateStep:
+    device: LateDevice
+    step: SchedulerOutput
+
+    def result(self) -> ModelRunnerOutput:
+        assert self.device.in_flight.pop(0) is self.step, "results are taken out of order"
+        return self.device.execute_model(self.step)
 
 
 def make_core(config: EngineConfig) -> EngineCore:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from diptych.engine.request import EngineCoreRequest, FinishReason, KVTransferParams
 from diptych.errors import InvalidRequestError
-from tests.engine.engine_driver import Driver
+from tests.engine.engine_driver import Driver, FastLoadsDriver, OverlapDriver
 from tests.engine.fake_connector import FakeConnector, commit_of
 from tests.engine.fake_executor import expected_output
 from tests.engine.make_requests import make_request
@@ -40,7 +41,7 @@ actions = st.lists(
             st.integers(0, 2),  # whose prefix
             st.integers(1, 70),  # its length
             st.integers(1, 40),  # max_tokens
-            st.sampled_from(["plain", "plain", "send", "receive", "resume"]),
+            st.sampled_from(["plain", "plain", "stop", "history", "send", "receive", "resume"]),
             st.integers(-2, 2),  # priority
         ),
         st.tuples(st.just("abort"), st.integers(0, 30)),
@@ -54,12 +55,13 @@ actions = st.lists(
 )
 
 
+@pytest.mark.parametrize("make_driver", [Driver, OverlapDriver, FastLoadsDriver])
 @settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
-@given(engines, actions)
+@given(config=engines, steps=actions)
 def test_no_block_is_lost_and_every_answer_is_right(
-    config: dict[str, object], steps: list[tuple[object, ...]]
+    make_driver: type[Driver], config: dict[str, object], steps: list[tuple[object, ...]]
 ) -> None:
-    engine = Engine(Driver(connector=FakeConnector(), **config), {})
+    engine = Engine(make_driver(connector=FakeConnector(), **config), {})
     for name, *arguments in steps:
         ACTIONS[name](engine, *arguments)
     finish(engine)
@@ -91,6 +93,8 @@ def add(
         max_tokens=max_tokens,
         priority=priority,
         transfer=transfer,
+        stop_token_ids=expected_output(prompt, max_tokens)[-2:-1] if kind == "stop" else None,
+        frequency_penalty=0.1 * (kind == "history"),
     )
     try:
         engine.driver.add(request)
@@ -101,7 +105,7 @@ def add(
 
 
 def abort(engine: Engine, index: int) -> None:
-    engine.driver.scheduler.abort_requests([f"r{index}"])
+    engine.driver.abort(f"r{index}")
 
 
 def step(engine: Engine) -> None:
@@ -110,6 +114,9 @@ def step(engine: Engine) -> None:
 
 def abort_in_step(engine: Engine, index: int) -> None:
     driver = engine.driver
+    if isinstance(driver, OverlapDriver):
+        driver.scheduler.abort_requests([f"r{index}"])  # whatever is in flight
+        return
     planned = driver.scheduler.schedule()
     output = driver.transfers.execute_model(planned)
     abort(engine, index)
@@ -146,7 +153,7 @@ ACTIONS = {
 def finish(engine: Engine) -> None:
     """All transfers end in time; then all requests do."""
     for _ in range(3000):
-        if not engine.driver.scheduler.has_requests:
+        if not engine.driver.has_work:
             return
         end_load(engine, None)
         end_save(engine, 1000)
@@ -164,7 +171,11 @@ def check_answer(driver: Driver, request_id: str, request: EngineCoreRequest) ->
     sent = [client.tokens[p] for p in sorted(client.tokens)]
     assert sent == whole[given : given + len(sent)]
     assert not client.tokens or min(client.tokens) == given
-    if client.reason is FinishReason.LENGTH:
+    stops = request.sampling_params.stop_token_ids or ()
+    assert not any(token in stops for token in sent[:-1])
+    if client.reason is FinishReason.STOP:
+        assert sent[-1] in stops
+    elif client.reason is FinishReason.LENGTH:
         assert given + len(sent) == max(count, given)
     elif client.commit is not None:
         assert len(sent) == 1

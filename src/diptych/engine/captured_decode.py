@@ -38,6 +38,7 @@ def capture_decode(
         ops,
         layer_views(kv_cache),
         block_tables=batch.block_tables,
+        last_tokens=batch.last_tokens,
         temperatures=batch.sampling.temperatures,
         seeds=batch.sampling.seeds,
         vocab_size=vocab_size,

@@ -1,10 +1,15 @@
-"""The engine core: schedule, execute, update."""
+"""The engine core: schedule, execute, update.
+
+With `async_scheduling` one step is planned and given to the device before the results of the one
+before it are taken: the device has its next step while the host handles the last one's results.
+"""
 
 from __future__ import annotations
 
 import enum
 import logging
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 import msgspec
 
@@ -12,7 +17,7 @@ from diptych.config import EngineConfig
 from diptych.connectors.base import KVConnectorScheduler
 from diptych.engine.request import EngineCoreOutputs, EngineCoreRequest, SchedulerStats
 from diptych.engine.scheduler import Scheduler
-from diptych.engine.step import Executor, ModelRunnerOutput, SchedulerOutput
+from diptych.engine.step import Executor, ModelRunnerOutput, SchedulerOutput, StepHandle
 from diptych.errors import EngineDeadError
 
 logger = logging.getLogger(__name__)
@@ -37,6 +42,28 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     max_num_queued_reqs: int
 
 
+@dataclass(frozen=True, slots=True)
+class _Done:
+    """A step that ended as it was given."""
+
+    output: ModelRunnerOutput
+
+    def result(self) -> ModelRunnerOutput:
+        return self.output
+
+
+@dataclass(frozen=True, slots=True)
+class _Flight:
+    """A step whose results have not been taken."""
+
+    step: SchedulerOutput
+    handle: StepHandle
+
+    @property
+    def computes(self) -> bool:
+        return bool(self.step.num_scheduled_tokens)
+
+
 class EngineCore:
     """One engine, driven by whoever calls `step`. Not thread-safe."""
 
@@ -49,6 +76,9 @@ class EngineCore:
         self._executor = executor
         self._connector = connector
         self._scheduler = Scheduler(config, executor.kv_layout, executor.kv_namespace, connector)
+        self._is_async = bool(config.async_scheduling)
+        self._flight: _Flight | None = None
+        self._broken: Exception | None = None
         self._last_stats = self._scheduler.stats
         self._computed_nothing = False
         self.failure = ""
@@ -65,7 +95,9 @@ class EngineCore:
     @property
     def has_work(self) -> bool:
         """Whether `step` has anything to do."""
-        return self.state is EngineState.READY and self._scheduler.has_requests
+        if self.state is not EngineState.READY:
+            return False
+        return self._scheduler.has_requests or self._flight is not None
 
     @property
     def is_waiting_for_transfers(self) -> bool:
@@ -90,18 +122,24 @@ class EngineCore:
 
     def abort(self, request_ids: Iterable[str]) -> None:
         """End requests; each that was known gets a last entry in the next step's outputs."""
+        if self._connector is not None:
+            # a transfer that the step in flight begins has begun before it is given up
+            try:
+                self._settle()
+            except Exception as error:
+                self._broken = error
         self._scheduler.abort_requests(request_ids)
 
     def step(self) -> EngineCoreOutputs | None:
-        """Run one step; None if there is nothing to report.
+        """Run one step, or begin it and end the one before; None if there is nothing to report.
 
         If it fails, every request ends with an error entry and the state is FAILED.
         """
         try:
-            step = self._scheduler.schedule()
-            self._computed_nothing = not step.num_scheduled_tokens
-            output = self._execute(step)
-            return self._changed(self._scheduler.update_from_output(step, output))
+            if self._broken is not None:
+                raise self._broken
+            self._computed_nothing = not self._advance()
+            return self._changed(self._scheduler.take_outputs())
         except Exception as error:
             logger.exception("a step failed")
             return self._fail(error)
@@ -110,14 +148,42 @@ class EngineCore:
         """Release the device and the connector. Idempotent."""
         if self.state is not EngineState.CLOSED:
             self.state = EngineState.CLOSED
+            self._flight = None
             self._executor.shutdown()
 
-    def _execute(self, step: SchedulerOutput) -> ModelRunnerOutput:
-        if self._computed_nothing and self._connector is None:
-            return ModelRunnerOutput()
-        return self._executor.execute_model(step)
+    def _advance(self) -> bool:
+        """Begin the next step and settle the one in flight; whether either computed anything."""
+        computed = False
+        if self._flight is not None and not (
+            self._flight.computes and self._scheduler.can_plan_ahead
+        ):
+            computed = self._settle()
+        begun = self._begin() if self._scheduler.has_requests else None
+        computed |= self._settle()
+        self._flight = begun
+        if not self._is_async:
+            return self._settle() or computed
+        return computed or (begun is not None and begun.computes)
+
+    def _begin(self) -> _Flight:
+        """Plan a step and give it to the device."""
+        step = self._scheduler.schedule()
+        if not (step.num_scheduled_tokens or step.finished_request_ids or self._connector):
+            return _Flight(step, _Done(ModelRunnerOutput()))
+        if self._is_async:
+            return _Flight(step, self._executor.submit_step(step))
+        return _Flight(step, _Done(self._executor.execute_model(step)))
+
+    def _settle(self) -> bool:
+        """Take the results of the step in flight, if any; whether it computed anything."""
+        flight, self._flight = self._flight, None
+        if flight is None:
+            return False
+        self._scheduler.update(flight.step, flight.handle.result())
+        return flight.computes
 
     def _fail(self, error: Exception) -> EngineCoreOutputs:
+        self._flight = None
         self.state = EngineState.FAILED
         self.failure = f"{type(error).__name__}: {error}"
         return self._scheduler.fail_requests(f"the engine failed: {self.failure}")

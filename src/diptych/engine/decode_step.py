@@ -28,7 +28,8 @@ class DecodeRows:
 
     Attributes:
         rows: `[R]`, where they are among the rows of requests.
-        input_ids, positions, slots: `[R]`, the last token of each, its position and its KV slot.
+        input_ids, positions, slots: `[R]`, the last token of each (-1 for the one that the device
+            sampled last for the row), its position and its KV slot.
         num_outputs: `[R]`, output tokens known, which key the noise.
     """
 
@@ -75,6 +76,7 @@ class DecodeStep:
     Args:
         model, ops, kv: what computes, and the cache's layers.
         block_tables: `[max_num_seqs, max_blocks]` int32, by row.
+        last_tokens: `[max_num_seqs]` int64, by row.
         temperatures, seeds: `[max_num_seqs]`, by row.
         vocab_size, block_size: of the model, of the cache.
     """
@@ -85,6 +87,7 @@ class DecodeStep:
         ops: Ops,
         kv: Sequence[KVView],
         block_tables: Tensor,
+        last_tokens: Tensor,
         temperatures: Tensor,
         seeds: Tensor,
         vocab_size: int,
@@ -93,6 +96,7 @@ class DecodeStep:
         max_rows, device = len(block_tables), block_tables.device
         self._model, self._ops, self._kv = model, ops, kv
         self._block_tables, self._block_size = block_tables, block_size
+        self._last_tokens = last_tokens
         self._temperatures, self._seeds = temperatures, seeds
         self._starts = torch.arange(max_rows + 1, dtype=torch.int32, device=device)
         self._inputs = DecodeInputs(max_rows, device)
@@ -103,6 +107,12 @@ class DecodeStep:
         """Copy the inputs of the next run to the device."""
         self._inputs.load(step)
 
+    @property
+    def rows(self) -> Tensor:
+        """`[max_rows]` int64 on the device: the rows loaded."""
+        rows: Tensor = self._inputs.rows
+        return rows
+
     @torch.inference_mode()
     def run(self, size: int, context: int) -> None:
         """Compute `size` rows of at most `context` tokens each. Waits for nothing on the device."""
@@ -110,7 +120,11 @@ class DecodeStep:
         rows = inputs.rows[:size]
         width = -(-context // self._block_size)
         batch = ForwardBatch(
-            input_ids=inputs.input_ids[:size],
+            input_ids=torch.where(
+                inputs.input_ids[:size] < 0,
+                self._last_tokens.index_select(0, rows),
+                inputs.input_ids[:size],
+            ),
             positions=inputs.positions[:size],
             slot_mapping=inputs.slots[:size],
             query_start_loc=self._starts[: size + 1],

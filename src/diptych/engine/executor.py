@@ -25,7 +25,7 @@ from diptych.engine.graphs import GraphPool, batch_sizes, context_lengths, graph
 from diptych.engine.input_batch import InputBatch
 from diptych.engine.kv_cache import allocate, cpu_kv_bytes, gpu_kv_bytes, num_kv_blocks
 from diptych.engine.runner import ModelRunner
-from diptych.engine.step import ModelRunnerOutput, SchedulerOutput
+from diptych.engine.step import ModelRunnerOutput, SchedulerOutput, StepHandle
 from diptych.engine.warm_up import decode_memory, peak_memory, warm_up
 from diptych.errors import EngineError, ModelLoadError
 from diptych.kernels.dispatch import Ops, select_ops
@@ -61,6 +61,8 @@ class UniprocExecutor:
         ops = select_ops(self._device, config.attention_backend)
         on_gpu = self._device.type == "cuda"
         self._captures = on_gpu and ops.capturable and not config.enforce_eager
+        if config.async_scheduling is None:
+            self._config = replace(self._config, async_scheduling=self._captures)
         model = self._load_model(ops)
         self._layout = self._size_kv_cache(model)
         self._runner: ModelRunner | None = self._make_runner(model, ops)
@@ -88,9 +90,12 @@ class UniprocExecutor:
         return self._namespace
 
     def execute_model(self, step: SchedulerOutput) -> ModelRunnerOutput:
+        return self.submit_step(step).result()
+
+    def submit_step(self, step: SchedulerOutput) -> StepHandle:
         if self._runner is None:
             raise EngineError("the executor is shut down")
-        return self._runner.execute_model(step)
+        return self._runner.submit_step(step)
 
     def shutdown(self) -> None:
         if self._runner is None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from diptych.engine.decode_step import DecodeRows
 from diptych.engine.pinned import Uploads
@@ -31,7 +32,7 @@ class StepRows:
         rows: `[S]`, their rows.
         starts: `[S + 1]`, where the tokens of each start in the flattened batch.
         first, end: `[S]`, each computes its tokens `first..end`.
-        samples: `[R]`, indices into the S of those that reach their last known token.
+        samples: `[R]`, indices into the S of those that reach their last token.
     """
 
     request_ids: list[str]
@@ -40,6 +41,22 @@ class StepRows:
     first: Int64Array
     end: Int64Array
     samples: Int64Array
+
+
+@dataclass(frozen=True, slots=True)
+class Appended:
+    """Where the sampled tokens of a step belong, once they are known.
+
+    Attributes:
+        request_ids: whose they are.
+        rows, positions: `[R]`, where.
+        entries: `[R]`, which entry into its row each belongs to: the row may have another by then.
+    """
+
+    request_ids: list[str]
+    rows: Int64Array
+    positions: Int64Array
+    entries: Int64Array
 
 
 class InputBatch:
@@ -54,6 +71,7 @@ class InputBatch:
     Attributes:
         block_tables: `[max_num_seqs, blocks]` int32 on the device, up to date once a step's inputs
             are made; entries past a row's blocks mean nothing.
+        last_tokens: `[max_num_seqs]` int64 on the device, the token last sampled for each row.
         uploads: how arrays get to the device.
     """
 
@@ -75,6 +93,10 @@ class InputBatch:
         # zeros come from the system untouched: unused rows cost no memory
         self.token_ids: Int32Array = np.zeros((max_num_seqs, max_model_len + 1), np.int32)
         self.num_tokens: Int64Array = np.zeros(max_num_seqs, np.int64)
+        # those of them that are in `token_ids`: the last ones may be on the device alone
+        self._num_known: Int64Array = np.zeros(max_num_seqs, np.int64)
+        self._entries: Int64Array = np.zeros(max_num_seqs, np.int64)
+        self.last_tokens = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
         self.num_prompt_tokens: Int64Array = np.zeros(max_num_seqs, np.int64)
         self.num_computed_tokens: Int64Array = np.zeros(max_num_seqs, np.int64)
         self._block_tables: Int32Array = np.zeros((max_num_seqs, blocks), np.int32)
@@ -119,14 +141,18 @@ class InputBatch:
         positions = np.arange(total) + np.repeat(step.first - step.starts[:-1], counts)
         max_seq_len = int(step.end.max())
         width = -(-max_seq_len // self._block_size)
+        known = self._known_ids(rows, positions)
         input_ids, at, slots, starts, lengths, members = self.uploads.put_all(
-            self.token_ids[rows, positions].astype(np.int64),
+            known,
             positions,
             self._slots(rows, positions),
             step.starts.astype(np.int32),
             step.end.astype(np.int32),
             step.rows,
         )
+        if len(missing := np.flatnonzero(known < 0)):
+            where, which = self.uploads.put_all(missing, rows[missing])
+            input_ids.index_copy_(0, where, self.last_tokens.index_select(0, which))
         return ForwardBatch(
             input_ids=input_ids,
             positions=at,
@@ -150,21 +176,36 @@ class InputBatch:
         rows, positions = step.rows, step.first
         return DecodeRows(
             rows=rows,
-            input_ids=self.token_ids[rows, positions].astype(np.int64),
+            input_ids=self._known_ids(rows, positions),
             positions=positions,
             slots=self._slots(rows, positions),
             num_outputs=self.num_tokens[rows] - self.num_prompt_tokens[rows],
         )
 
-    def append(self, step: StepRows, token_ids: Int64Array) -> None:
-        """Write the tokens sampled for `step.samples` behind their rows' last."""
+    def append(self, step: StepRows, token_ids: Tensor, rows_on_device: Tensor) -> Appended:
+        """Put the tokens sampled for `step.samples` behind their rows' last, on the device."""
+        self.last_tokens.index_copy_(0, rows_on_device, token_ids)
         rows = step.rows[step.samples]
-        self.token_ids[rows, self.num_tokens[rows]] = token_ids
+        positions = self.num_tokens[rows]
         self.num_tokens[rows] += 1
+        names = [step.request_ids[i] for i in step.samples.tolist()]
+        return Appended(names, rows, positions, self._entries[rows])
+
+    def fill(self, appended: Appended, token_ids: Int64Array) -> None:
+        """The appended tokens are known: write them on the host."""
+        still = self._entries[appended.rows] == appended.entries
+        rows, positions = appended.rows[still], appended.positions[still]
+        self.token_ids[rows, positions] = token_ids[still]
+        self._num_known[rows] = positions + 1
 
     def row_tokens(self, rows: Int64Array) -> RowTokens:
         """The known tokens of these rows."""
         return RowTokens(rows, self.token_ids, self.num_prompt_tokens[rows], self.num_tokens[rows])
+
+    def _known_ids(self, rows: Int64Array, positions: Int64Array) -> Int64Array:
+        """The tokens there; -1 for one that the device alone knows."""
+        known = positions < self._num_known[rows]
+        return np.where(known, self.token_ids[rows, positions], -1).astype(np.int64)
 
     def _slots(self, rows: Int64Array, positions: Int64Array) -> Int64Array:
         blocks = self._block_tables[rows, positions // self._block_size].astype(np.int64)
@@ -187,7 +228,8 @@ class InputBatch:
         row = self._row_of[new.request_id] = self._free_rows.pop()
         count = len(new.token_ids)
         self.token_ids[row, :count] = new.token_ids
-        self.num_tokens[row] = count
+        self.num_tokens[row] = self._num_known[row] = count
+        self._entries[row] += 1
         self.num_prompt_tokens[row] = new.num_prompt_tokens
         self.num_computed_tokens[row] = new.num_computed_tokens
         self._num_blocks[row] = 0

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from diptych.engine.block_pool import BlockPool, KVCacheBlock
+from diptych.engine.block_fence import BlockFence, BlocksByGroup
+from diptych.engine.block_pool import BlockPool
 from diptych.engine.scheduler_request import SchedulerRequest
 
-# Blocks in token order, one list per KV-cache group.
-BlocksByGroup = tuple[list[KVCacheBlock], ...]
 BlockIds = tuple[list[int], ...]
 
 
@@ -35,9 +34,10 @@ class KVCacheManager:
         self.block_size = block_size
         self.num_groups = num_groups
         self.pool = BlockPool(num_blocks)
+        self.fence = BlockFence(self.pool)
         self.req_to_blocks: dict[str, BlocksByGroup] = {}
         self._num_cached_blocks: dict[str, int] = {}
-        self._quarantine: dict[str, BlocksByGroup] = {}
+        self._quarantine: dict[str, tuple[BlocksByGroup, int]] = {}
         self._enable_caching = enable_caching
         self._no_ids: BlockIds = tuple([] for _ in range(num_groups))
 
@@ -120,29 +120,29 @@ class KVCacheManager:
     def get_block_ids(self, request_id: str) -> BlockIds:
         return _ids(self.req_to_blocks[request_id])
 
-    def free(self, request_id: str) -> None:
-        """Give a request's blocks back; nothing happens for one without blocks."""
-        self._num_cached_blocks.pop(request_id, None)
-        self._release(self.req_to_blocks.pop(request_id, ()))
+    def free(self, request_id: str, last_step: int = 0) -> None:
+        """Give a request's blocks back; nothing happens for one without blocks.
 
-    def quarantine(self, request_id: str) -> None:
+        Args:
+            last_step: number of the last step that may write them; they are free after it.
+        """
+        self._num_cached_blocks.pop(request_id, None)
+        self.fence.free(self.req_to_blocks.pop(request_id, ()), last_step)
+
+    def quarantine(self, request_id: str, last_step: int = 0) -> None:
         """Keep an ended request's blocks from reuse: a transfer may still touch them."""
         self._num_cached_blocks.pop(request_id, None)
-        self._quarantine[request_id] = self.req_to_blocks.pop(request_id, ())
+        self._quarantine[request_id] = self.req_to_blocks.pop(request_id, ()), last_step
 
     def release_quarantine(self, request_id: str) -> None:
-        """The transfer has ended: the blocks are free."""
-        self._release(self._quarantine.pop(request_id))
+        """The transfer has ended: the blocks are free, after the last step that may write them."""
+        self.fence.free(*self._quarantine.pop(request_id))
 
     def _start(self, request_id: str, computed: ComputedBlocks) -> None:
         for group in computed.blocks:
             self.pool.touch(group)
         self.req_to_blocks[request_id] = tuple(list(group) for group in computed.blocks)
         self._num_cached_blocks[request_id] = len(computed.blocks[0])
-
-    def _release(self, blocks: BlocksByGroup) -> None:
-        for group in blocks:
-            self.pool.free(group)
 
     def _blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)

@@ -6,6 +6,7 @@ On a CPU nothing is copied: a tensor is the array's own memory.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -89,24 +90,46 @@ class Uploads:
 
 
 class TokenReader:
-    """Brings sampled tokens to the host: the one wait of a step."""
+    """Brings sampled tokens to the host: the one wait of a step. Two reads may be under way."""
 
     def __init__(self, max_tokens: int, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"
+        self._parts: list[tuple[Tensor, torch.cuda.Event]] = []
+        self._at = 0
         if self._on_gpu:
-            self._host = torch.empty(max_tokens, dtype=torch.int64, pin_memory=True)
-            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._parts = [
+                (
+                    torch.empty(max_tokens, dtype=torch.int64, pin_memory=True),
+                    torch.cuda.Event(),  # type: ignore[no-untyped-call]
+                )
+                for _ in range(2)
+            ]
 
-    def read(self, tokens: Tensor) -> NDArray[np.int64]:
-        """`tokens`, `[R]` int64; what was enqueued before them is done as well."""
+    def begin(self, tokens: Tensor) -> TokenRead:
+        """Start to read `tokens`, `[R]` int64, behind what has been enqueued."""
         if not self._on_gpu:
-            copy: NDArray[np.int64] = tokens.numpy().copy()
-            return copy
-        host = self._host[: len(tokens)]
+            return TokenRead(tokens.clone(), None)
+        self._at = 1 - self._at
+        host, event = self._parts[self._at]
+        host = host[: len(tokens)]
         host.copy_(tokens, non_blocking=True)
-        self._event.record()
-        self._event.synchronize()
-        return host.numpy().copy()
+        event.record()
+        return TokenRead(host, event)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenRead:
+    """Tokens on their way to the host."""
+
+    _host: Tensor
+    _event: torch.cuda.Event | None
+
+    def wait(self) -> NDArray[np.int64]:
+        """The tokens, `[R]`; what was enqueued before them is done as well."""
+        if self._event is not None:
+            self._event.synchronize()
+        copy: NDArray[np.int64] = self._host.numpy().copy()
+        return copy
 
 
 def _aligned(num_bytes: int) -> int:

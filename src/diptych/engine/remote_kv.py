@@ -109,10 +109,10 @@ class RemoteKV:
         if self._connector is None:
             return None
         scheduled: dict[str, tuple[RequestView, list[int], int]] = {}
-        for request_id, count in step.num_scheduled_tokens.items():
+        for request_id in step.num_scheduled_tokens:
             request = requests[request_id]
             block_ids = self._kv.get_block_ids(request_id)[0]
-            scheduled[request_id] = (request, block_ids, request.num_computed_tokens + count)
+            scheduled[request_id] = (request, block_ids, request.num_planned_tokens)
         return self._connector.build_connector_meta(scheduled)
 
     def update(self, output: KVConnectorOutput) -> list[SchedulerRequest]:
@@ -156,13 +156,13 @@ class RemoteKV:
         """The request has ended: free its blocks, or quarantine what a transfer may touch."""
         handed_off = request.status == RequestStatus.FINISHED_HANDED_OFF
         if self._is_in_transfer(request):
-            self._kv.quarantine(request.request_id)
+            self._kv.quarantine(request.request_id, request.last_step)
             if handed_off:
                 self._saving[request.request_id] = request
             elif self._connector is not None:
                 self._connector.abort(request.request_id)
             return
-        self._kv.free(request.request_id)
+        self._kv.free(request.request_id, request.last_step)
         if handed_off:
             self._report_commit(request, None)
 

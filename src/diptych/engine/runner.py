@@ -14,7 +14,8 @@ from diptych.engine.pinned import TokenReader
 from diptych.engine.request import TokenLogprobs
 from diptych.engine.sampler import sample
 from diptych.engine.sampling_rows import NO_LOGPROBS
-from diptych.engine.step import ModelRunnerOutput, SchedulerOutput
+from diptych.engine.step import SchedulerOutput
+from diptych.engine.submitted_step import SubmittedStep
 from diptych.models.layers import layer_views
 from diptych.models.llama import Decoder
 
@@ -45,37 +46,44 @@ class ModelRunner:
         self._batch = batch
         self._connector = connector
         self._decode = decode
-        self._device = kv_cache.device
         self._put = batch.uploads.put
         self._reader = TokenReader(batch.max_num_seqs, kv_cache.device)
         if connector is not None:
             connector.register_kv_caches(kv_cache, layout)
 
     @torch.inference_mode()
-    def execute_model(self, step: SchedulerOutput) -> ModelRunnerOutput:
-        """Run one step; without tokens it only serves the connector."""
+    def submit_step(self, step: SchedulerOutput) -> SubmittedStep:
+        """Enqueue one step; without tokens it only serves the connector.
+
+        On a GPU nothing is waited for, but by log probabilities.
+        """
+        submitted = SubmittedStep(self._batch, self._connector, step.kv_connector_metadata)
         self._batch.apply(step)
         self._start_loads(step.kv_connector_metadata)
-        output = self._run(step) if step.num_scheduled_tokens else ModelRunnerOutput()
-        self._finish_transfers(step.kv_connector_metadata, output)
-        return output
+        if step.num_scheduled_tokens:
+            self._run(step, submitted)
+        return submitted
 
-    def _run(self, step: SchedulerOutput) -> ModelRunnerOutput:
+    def _run(self, step: SchedulerOutput, submitted: SubmittedStep) -> None:
         rows = self._batch.step_rows(step.num_scheduled_tokens)
         if self._decode is not None and self._batch.decodes(rows):
-            return self._run_captured(rows, self._decode)
+            self._run_captured(rows, self._decode, submitted)
+            return
         hidden = self._model.forward(
             self._batch.forward_batch(rows), self._kv_views, self._connector
         )
-        output = ModelRunnerOutput(prompt_logprobs=self._prompt_logprobs(rows, hidden))
-        if len(rows.samples):
-            ends = self._put(rows.starts[rows.samples + 1] - 1)
-            self._sample(rows, self._model.logits(hidden[ends]), output)
-        elif self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)  # saves begin when the KV is in the cache
-        return output
+        submitted.output.prompt_logprobs = self._prompt_logprobs(rows, hidden)
+        if not len(rows.samples):
+            submitted.expect(self._reader.begin(self._batch.last_tokens[:0]))
+            return
+        ends, members = self._batch.uploads.put_all(
+            rows.starts[rows.samples + 1] - 1, rows.rows[rows.samples]
+        )
+        self._sample(rows, self._model.logits(hidden[ends]), members, submitted)
 
-    def _run_captured(self, rows: StepRows, decode: CapturedDecode) -> ModelRunnerOutput:
+    def _run_captured(
+        self, rows: StepRows, decode: CapturedDecode, submitted: SubmittedStep
+    ) -> None:
         """A decode step; what its graph cannot sample is sampled from the graph's logits."""
         if self._connector is not None:
             for layer in range(len(self._kv_views)):
@@ -84,22 +92,22 @@ class ModelRunner:
         decode.step.load(self._batch.decode_rows(rows))
         decode.graphs.replay(count, int(rows.end.max()))
         plain = self._batch.sampling.is_plain[rows.rows].all()
-        output = ModelRunnerOutput()
         tokens = decode.step.tokens[:count] if plain else None
-        self._sample(rows, decode.step.logits[:count], output, tokens)
-        return output
+        self._sample(rows, decode.step.logits[:count], decode.step.rows[:count], submitted, tokens)
 
     def _sample(
         self,
         rows: StepRows,
         logits: Tensor,
-        output: ModelRunnerOutput,
+        rows_on_device: Tensor,
+        submitted: SubmittedStep,
         sampled: Tensor | None = None,
     ) -> None:
-        """Sample a token for each of `rows.samples`, into the rows and into `output`.
+        """Sample a token for each of `rows.samples`, into the rows and for `submitted`.
 
         Args:
             logits: `[R, V]` float32; overwritten where `sampled` is not given.
+            rows_on_device: `[R]` int64, the rows that sample.
             sampled: `[R]`, the tokens if they are known.
         """
         samples, batch = rows.samples, self._batch
@@ -108,18 +116,14 @@ class ModelRunner:
         raw = logits[self._put(wanted)] if len(wanted) else None
         if sampled is None:
             sampled = sample(logits, batch.sampling.batch(batch.row_tokens(members)))
-        tokens = self._reader.read(sampled)
-        batch.append(rows, tokens)
-        chosen: list[int] = tokens.tolist()
-        names = [rows.request_ids[i] for i in samples.tolist()]
-        output.sampled_token_ids = {
-            name: [token] for name, token in zip(names, chosen, strict=True)
-        }
+        appended = batch.append(rows, sampled, rows_on_device)
+        submitted.expect(self._reader.begin(sampled), appended)
         if raw is not None:
             counts: list[int] = batch.sampling.logprobs[members[wanted]].tolist()
             top = TopLogprobs(raw, sampled[self._put(wanted)], max(counts))
             for i, (index, count) in enumerate(zip(wanted.tolist(), counts, strict=True)):
-                output.logprobs[names[index]] = top.pack([i], count)
+                name = appended.request_ids[index]
+                submitted.output.logprobs[name] = top.pack([i], count)
 
     def _prompt_logprobs(self, rows: StepRows, hidden: Tensor) -> dict[str, TokenLogprobs]:
         """Of the prompt tokens that follow the positions computed, for those who asked."""
@@ -148,15 +152,3 @@ class ModelRunner:
     def _start_loads(self, metadata: KVConnectorMetadata | None) -> None:
         if self._connector is not None and metadata is not None:
             self._connector.start_load_kv(metadata)
-
-    def _finish_transfers(
-        self, metadata: KVConnectorMetadata | None, output: ModelRunnerOutput
-    ) -> None:
-        """The step's device work is complete: its tokens are on the host."""
-        if self._connector is None:
-            return
-        if metadata is not None:
-            self._connector.wait_for_save(metadata)
-        finished = self._connector.get_finished()
-        if not finished.empty:
-            output.kv_connector_output = finished

@@ -4,6 +4,10 @@ A request's tokens are its prompt and its output so far. A step computes, for ea
 the next of those that have no KV yet; where it reaches the last, the runner samples one more.
 Running requests come first, in order (arrival, or priority), then waiting ones as far as tokens,
 places and blocks reach.
+
+A step may be planned while the one before is in flight. A token that it samples then stands as a
+placeholder: counted, not known. What turns out to have ended has its share of the later step
+dropped, and its blocks are free once that step has completed.
 """
 
 from __future__ import annotations
@@ -28,6 +32,7 @@ from diptych.engine.step import (
     RunningRequest,
     SchedulerOutput,
 )
+from diptych.engine.steps_in_flight import StepsInFlight
 from diptych.errors import CapacityError, InvalidRequestError
 
 logger = logging.getLogger(__name__)
@@ -65,6 +70,8 @@ class Scheduler:
         self._running: list[SchedulerRequest] = []
         self._left_batch: list[str] = []
         self._num_arrived = 0
+        self._in_flight = StepsInFlight()
+        self._short_of_blocks = False
 
     # --- what comes in
 
@@ -109,7 +116,7 @@ class Scheduler:
             self._finish(request, RequestStatus.FINISHED_ERROR)
             self._outputs.add_end(request, error)
         self._remote.fail_saves(error)
-        return self._outputs.build(self.stats)
+        return self.take_outputs()
 
     # --- state
 
@@ -130,14 +137,20 @@ class Scheduler:
             num_free_kv_blocks=self._kv.pool.num_free,
         )
 
+    @property
+    def can_plan_ahead(self) -> bool:
+        """Whether a step may be planned before those in flight have ended."""
+        return not (self._short_of_blocks or self._in_flight.must_settle())
+
     # --- a step
 
     def schedule(self) -> SchedulerOutput:
         """Choose the next step. Without anything to compute it only serves the connector."""
-        step = SchedulerOutput()
+        step = self._in_flight.begin()
         preemptions = self._counters.num_preemptions
+        self._short_of_blocks = False
         budget = self._schedule_running(step, self._max_tokens)
-        if self._counters.num_preemptions == preemptions:
+        if self._counters.num_preemptions == preemptions and not self._short_of_blocks:
             self._schedule_waiting(step, budget)
         step.finished_request_ids, self._left_batch = self._left_batch, []
         step.kv_connector_metadata = self._remote.build_meta(step, self._requests)
@@ -147,20 +160,29 @@ class Scheduler:
         self, step: SchedulerOutput, output: ModelRunnerOutput
     ) -> EngineCoreOutputs:
         """Take a step's results; report tokens and ends."""
+        self.update(step, output)
+        return self.take_outputs()
+
+    def update(self, step: SchedulerOutput, output: ModelRunnerOutput) -> None:
+        """Take a step's results, in the order of the steps; its device work has completed."""
         transfers = output.kv_connector_output
         failed_loads = transfers.failed_recving if transfers is not None else {}
         self._counters.num_steps += 1 if step.num_scheduled_tokens else 0
-        for request_id, count in step.num_scheduled_tokens.items():
-            request = self._requests.get(request_id)
-            if request is None or request.status != RequestStatus.RUNNING:
-                continue  # aborted while the step ran
-            if request_id in failed_loads and request.num_external_tokens:
-                self._discard_step(request, failed_loads[request_id])
+        for share in self._in_flight.settle(step):
+            request = share.request
+            if request.status != RequestStatus.RUNNING:
+                continue  # it ended while the step ran
+            if request.request_id in failed_loads and request.num_external_tokens:
+                self._discard_step(request, failed_loads[request.request_id])
             else:
-                self._advance(request, count, output)
+                self._advance(request, share.count, output)
+        self._kv.fence.complete(step.number)
         if transfers is not None:
             for loaded in self._remote.update(transfers):
                 self._enter_batch(loaded)
+
+    def take_outputs(self) -> EngineCoreOutputs:
+        """What is to be reported since the last call."""
         return self._outputs.build(self.stats)
 
     # --- choosing
@@ -170,11 +192,18 @@ class Scheduler:
         index = 0
         while index < len(self._running) and budget > 0:
             request = self._running[index]
+            if not request.can_go_ahead:
+                index += 1
+                continue
             # one token stays for each request behind, so that a long prompt stalls nobody's output
             behind = len(self._running) - index - 1
-            start = request.num_computed_tokens
+            start = request.num_planned_tokens
             count = self._num_new_tokens(request, start, max(1, budget - behind))
             while (new := self._grow(request, count)) is None:
+                if self._in_flight.before(step):
+                    # who gives way is settled once no step writes the blocks
+                    self._short_of_blocks = True
+                    return budget
                 if self._preempt_last() is request:
                     return budget
             self._put_in_step(step, request, count, new)
@@ -183,13 +212,13 @@ class Scheduler:
         return budget
 
     def _grow(self, request: SchedulerRequest, count: int) -> tuple[list[int], ...] | None:
-        return self._kv.allocate_slots(request, request.num_computed_tokens + count)
+        return self._kv.allocate_slots(request, request.num_planned_tokens + count)
 
     def _preempt_last(self) -> SchedulerRequest:
         """Free the blocks of the latest (or least important) request; it computes anew later."""
         request = self._running.pop()
         self._leave_batch(request)
-        self._kv.free(request.request_id)
+        self._kv.free(request.request_id, request.last_step)
         request.rewind()
         request.status = RequestStatus.PREEMPTED
         self._counters.num_preemptions += 1
@@ -251,7 +280,7 @@ class Scheduler:
         return count
 
     def _num_new_tokens(self, request: SchedulerRequest, start: int, limit: int) -> int:
-        count = min(request.num_tokens - start, limit)
+        count = min(request.num_expected_tokens - start, limit)
         threshold = self._config.long_prefill_token_threshold
         return min(count, threshold) if threshold > 0 else count
 
@@ -262,13 +291,12 @@ class Scheduler:
         count: int,
         new_block_ids: tuple[list[int], ...],
     ) -> None:
-        step.num_scheduled_tokens[request.request_id] = count
+        start = request.num_planned_tokens
+        self._in_flight.add(step, request, count)
         if not request.num_external_tokens:  # what a load in this step brings may yet fail
-            self._kv.cache_blocks(request, request.num_computed_tokens + count)
+            self._cache_known(request, start + count)
         if request.in_batch:
-            step.running_requests.append(
-                RunningRequest(request.request_id, new_block_ids, request.num_computed_tokens)
-            )
+            step.running_requests.append(RunningRequest(request.request_id, new_block_ids, start))
             return
         request.in_batch = True
         step.new_requests.append(
@@ -279,9 +307,13 @@ class Scheduler:
                 sampling_params=request.runner_sampling_params,
                 eos_token_ids=request.eos_token_ids,
                 block_ids=self._kv.get_block_ids(request.request_id),
-                num_computed_tokens=request.num_computed_tokens,
+                num_computed_tokens=start,
             )
         )
+
+    def _cache_known(self, request: SchedulerRequest, num_tokens: int) -> None:
+        """Name the blocks that the first `num_tokens` fill: a placeholder has no name yet."""
+        self._kv.cache_blocks(request, min(num_tokens, request.num_tokens))
 
     # --- results
 
@@ -291,7 +323,7 @@ class Scheduler:
         request.num_computed_tokens += count
         if request.num_external_tokens:
             self._remote.note_loaded_in_step(request)
-            self._kv.cache_blocks(request, request.num_computed_tokens)
+        self._cache_known(request, request.num_computed_tokens)
         request_id = request.request_id
         if (part := output.prompt_logprobs.get(request_id)) is not None:
             request.keep_prompt_logprobs(part)

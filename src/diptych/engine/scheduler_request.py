@@ -61,6 +61,10 @@ class SchedulerRequest:
         self.status = RequestStatus.WAITING
         self.stop_token_id = -1
         self.num_computed_tokens = 0
+        # of steps in flight: tokens they compute, output tokens they sample
+        self.num_in_flight_tokens = 0
+        self.num_placeholders = 0
+        self.last_step = 0
         self.num_local_tokens = 0
         self.num_external_tokens = 0
         self.num_cached_tokens = -1
@@ -69,6 +73,7 @@ class SchedulerRequest:
         self._transfer = request.kv_transfer_params
         self._max_model_len = max_model_len
         self._chain = HashChain(root_hash(namespace, request.cache_salt))
+        self._samples_by_history = _samples_by_history(request.sampling_params)
         self._prompt_logprobs: list[TokenLogprobs] = []
         # the hand-off's other side, or the attempt before this one, has sent them already
         wanted = request.sampling_params.prompt_logprobs is not None
@@ -90,6 +95,34 @@ class SchedulerRequest:
     @property
     def num_output_tokens(self) -> int:
         return len(self.all_token_ids) - len(self.prompt_token_ids)
+
+    @property
+    def num_planned_tokens(self) -> int:
+        """Tokens that will be computed once the steps in flight have ended."""
+        return self.num_computed_tokens + self.num_in_flight_tokens
+
+    @property
+    def num_expected_tokens(self) -> int:
+        """Tokens there will be once the steps in flight have ended."""
+        return len(self.all_token_ids) + self.num_placeholders
+
+    @property
+    def needs_results(self) -> bool:
+        """Whether its next step cannot be planned before those in flight have ended.
+
+        Its sampler looks at the tokens before, its log probabilities are read, its KV goes
+        elsewhere, or a load that the step in flight relies on may have failed.
+        """
+        if self.num_placeholders and (self._samples_by_history or self.is_handoff):
+            return True
+        return bool(self.num_in_flight_tokens and self.num_external_tokens)
+
+    @property
+    def can_go_ahead(self) -> bool:
+        """Whether it has a next step, as far as is known before those in flight have ended."""
+        if self.num_in_flight_tokens == 0:
+            return True
+        return not (self.needs_results or self._at_length_limit(self.num_placeholders))
 
     @property
     def num_pending_prompt_tokens(self) -> int:
@@ -120,6 +153,19 @@ class SchedulerRequest:
         """Names of the full blocks of prompt and output."""
         self._chain.extend(self.all_token_ids)
         return self._chain.block_hashes(block_size)
+
+    def plan(self, count: int, step: int) -> bool:
+        """A step computes the next `count` tokens; True if it samples one more."""
+        self.num_in_flight_tokens += count
+        self.last_step = step
+        samples = self.num_planned_tokens == self.num_expected_tokens
+        self.num_placeholders += samples
+        return samples
+
+    def settle(self, count: int, samples: bool) -> None:
+        """A step that computed `count` tokens, and sampled one more or not, has ended."""
+        self.num_in_flight_tokens -= count
+        self.num_placeholders -= samples
 
     def append_output(self, token_id: int) -> bool:
         """Add a sampled token. True if it ends the request, whose status then says how."""
@@ -169,11 +215,25 @@ class SchedulerRequest:
         self._prompt_logprobs_due = False
         return _joined(parts) if parts else None
 
-    def _at_length_limit(self) -> bool:
+    def _at_length_limit(self, num_more: int = 0) -> bool:
+        """Whether `num_more` output tokens bring it to a limit."""
         max_tokens = self.sampling_params.max_tokens
-        if max_tokens is not None and self.num_output_tokens >= max_tokens:
+        if max_tokens is not None and self.num_output_tokens + num_more >= max_tokens:
             return True
-        return self.num_tokens >= self._max_model_len
+        return self.num_tokens + num_more >= self._max_model_len
+
+
+def _samples_by_history(params: SamplingParams) -> bool:
+    """Whether the host must know a token before the next is sampled, or reads more than tokens."""
+    return bool(
+        params.presence_penalty
+        or params.frequency_penalty
+        or params.repetition_penalty != 1.0
+        or params.bad_words
+        or params.bad_words_token_ids
+        or params.logprobs is not None
+        or params.prompt_logprobs is not None
+    )
 
 
 def _joined(parts: list[TokenLogprobs]) -> TokenLogprobs:

@@ -45,7 +45,8 @@ class SchedulerOutput:
     """One step. The runner drops the rows of `finished_request_ids` (ended or preempted) first.
 
     For each scheduled request, `num_scheduled_tokens` tokens from `num_computed_tokens` on are
-    computed; where they reach the last known token, one token is sampled.
+    computed; where they reach the last token, one token is sampled. The last token may be one that
+    the step before samples, of which the device alone knows so far. `number` counts steps from 1.
     """
 
     new_requests: list[NewRequest] = field(default_factory=list)
@@ -53,6 +54,7 @@ class SchedulerOutput:
     num_scheduled_tokens: dict[str, int] = field(default_factory=dict)
     finished_request_ids: list[str] = field(default_factory=list)
     kv_connector_metadata: KVConnectorMetadata | None = None
+    number: int = 0
 
     @property
     def total_num_scheduled_tokens(self) -> int:
@@ -73,6 +75,14 @@ class ModelRunnerOutput:
     kv_connector_output: KVConnectorOutput | None = None
 
 
+class StepHandle(Protocol):
+    """A step that the device has been given."""
+
+    def result(self) -> ModelRunnerOutput:
+        """Wait for the step's device work; called once, in the order of the steps."""
+        ...
+
+
 class Executor(Protocol):
     """Runs steps on one or more devices."""
 
@@ -88,6 +98,10 @@ class Executor(Protocol):
 
     def execute_model(self, step: SchedulerOutput) -> ModelRunnerOutput:
         """Run one step. With no scheduled tokens it only serves the connector."""
+        ...
+
+    def submit_step(self, step: SchedulerOutput) -> StepHandle:
+        """Give the device one step and do not wait for it; at most two are in flight."""
         ...
 
     def shutdown(self) -> None:

@@ -1,0 +1,57 @@
+"""A step that the device has been given."""
+
+from __future__ import annotations
+
+import torch
+
+from diptych.connectors.base import KVConnectorMetadata, KVConnectorWorker
+from diptych.engine.input_batch import Appended, InputBatch
+from diptych.engine.pinned import TokenRead
+from diptych.engine.step import ModelRunnerOutput
+
+
+class SubmittedStep:
+    """`engine.step.StepHandle` of a runner; `output` has what is known already."""
+
+    def __init__(
+        self,
+        batch: InputBatch,
+        connector: KVConnectorWorker | None,
+        metadata: KVConnectorMetadata | None,
+    ) -> None:
+        self._batch = batch
+        self._connector = connector
+        self._metadata = metadata
+        self._read: TokenRead | None = None
+        self._appended: Appended | None = None
+        self.output = ModelRunnerOutput()
+
+    def expect(self, read: TokenRead, appended: Appended | None = None) -> None:
+        """What comes once the step has ended: the tokens sampled, and where they belong.
+
+        A step that samples none reads none, and so is waited for all the same.
+        """
+        self._read, self._appended = read, appended
+
+    @torch.inference_mode()
+    def result(self) -> ModelRunnerOutput:
+        """Wait for the step; its saves begin, its tokens are on the host."""
+        if self._read is not None:
+            tokens = self._read.wait()
+            if self._appended is not None:
+                self._batch.fill(self._appended, tokens)
+                chosen: list[list[int]] = tokens[:, None].tolist()
+                self.output.sampled_token_ids = dict(
+                    zip(self._appended.request_ids, chosen, strict=True)
+                )
+        if self._connector is not None:
+            self._finish_transfers(self._connector)
+        return self.output
+
+    def _finish_transfers(self, connector: KVConnectorWorker) -> None:
+        """The step's device work is complete."""
+        if self._metadata is not None:
+            connector.wait_for_save(self._metadata)
+        finished = connector.get_finished()
+        if not finished.empty:
+            self.output.kv_connector_output = finished
