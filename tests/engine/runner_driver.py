@@ -8,7 +8,13 @@ from typing import Any
 from diptych.config import EngineConfig
 from diptych.connectors.base import KVConnectorMetadata, KVConnectorWorker
 from diptych.engine.executor import UniprocExecutor
-from diptych.engine.step import ModelRunnerOutput, NewRequest, RunningRequest, SchedulerOutput
+from diptych.engine.step import (
+    ModelRunnerOutput,
+    NewRequest,
+    RunningRequest,
+    SchedulerOutput,
+    StepHandle,
+)
 from diptych.sampling_params import SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0, logprobs=2)
@@ -77,20 +83,28 @@ class RunnerDriver:
         self, counts: dict[str, int], metadata: KVConnectorMetadata | None = None
     ) -> ModelRunnerOutput:
         """Compute `counts[name]` tokens of each request."""
+        output = self.submit(counts, metadata).result()
+        for name in counts:
+            self.tokens[name] += output.sampled_token_ids.get(name, [])
+        return output
+
+    def submit(
+        self, counts: dict[str, int], metadata: KVConnectorMetadata | None = None
+    ) -> StepHandle:
+        """Begin to compute them; the caller takes the result."""
         new = {request.request_id for request in self._new}
         running = []
         for name, count in counts.items():
             if name not in new:
                 grown = self._grow(name, self.computed[name] + count)
                 running.append(RunningRequest(name, (grown,), self.computed[name]))
-        output = self.executor.execute_model(
+        handle = self.executor.submit_step(
             SchedulerOutput(self._new, running, dict(counts), self._finished, metadata)
         )
         self._new, self._finished = [], []
         for name, count in counts.items():
             self.computed[name] += count
-            self.tokens[name] += output.sampled_token_ids.get(name, [])
-        return output
+        return handle
 
     def decode(self, name: str, steps: int) -> list[int]:
         """Sample on alone; returns the whole output."""

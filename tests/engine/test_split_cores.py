@@ -76,13 +76,14 @@ def prefill(core: EngineCore) -> tuple[list[int], KVCommit]:
     return tokens, commit
 
 
+@pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("block_sizes", [(16, 16), (64, 16), (16, 64)])
 def test_the_split_answers_as_one_engine_does_and_decode_computes_no_prompt_token(
-    make_core: MakeCore, block_sizes: tuple[int, int]
+    make_core: MakeCore, block_sizes: tuple[int, int], ahead: bool
 ) -> None:
     whole, _ = run(make_core(connected=False), request())
-    first = make_core(block_size=block_sizes[0], max_num_batched_tokens=48)
-    second = make_core(block_size=block_sizes[1])
+    first = make_core(block_size=block_sizes[0], max_num_batched_tokens=48, async_scheduling=ahead)
+    second = make_core(block_size=block_sizes[1], async_scheduling=ahead)
 
     token_1, commit = prefill(first)
     rest, _ = run(second, request(output=token_1, transfer=KVTransferParams(commit=commit)))
@@ -96,11 +97,14 @@ def test_the_split_answers_as_one_engine_does_and_decode_computes_no_prompt_toke
     assert first.stats.num_free_kv_blocks == 80
 
 
-def test_lost_files_make_decode_slower_not_wrong(make_core: MakeCore, tmp_path: Path) -> None:
+@pytest.mark.parametrize("ahead", [False, True])
+def test_lost_files_make_decode_slower_not_wrong(
+    make_core: MakeCore, tmp_path: Path, ahead: bool
+) -> None:
     whole, _ = run(make_core(connected=False), request())
     token_1, commit = prefill(make_core())
     shutil.rmtree(tmp_path / "kv")
-    second = make_core()
+    second = make_core(async_scheduling=ahead)
     rest, _ = run(second, request(output=token_1, transfer=KVTransferParams(commit=commit)))
     assert token_1 + rest == whole
     assert second.stats.prompt_tokens_local_compute == len(PROMPT)
