@@ -70,12 +70,6 @@ def test_so_do_overlapped_steps_without_graphs(model, kinds) -> None:
     assert answers(model, kinds, async_scheduling=True, **settings) == waited
 
 
-def test_overlap_is_on_where_there_are_graphs(model) -> None:
-    for settings, expected in (({}, True), ({"enforce_eager": True}, False)):
-        driver = RunnerDriver(model, device="cuda", dtype="float32", **settings)
-        assert driver.executor.config.async_scheduling is expected
-
-
 def test_a_steady_step_is_submitted_without_waiting_for_the_one_before(model) -> None:
     """Its inputs, block tables and the token of the step before come without the host."""
     driver = RunnerDriver(model, device="cuda", dtype="float32", num_kv_blocks=64, block_size=16)

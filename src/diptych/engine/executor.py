@@ -61,8 +61,6 @@ class UniprocExecutor:
         ops = select_ops(self._device, config.attention_backend)
         on_gpu = self._device.type == "cuda"
         self._captures = on_gpu and ops.capturable and not config.enforce_eager
-        if config.async_scheduling is None:
-            self._config = replace(self._config, async_scheduling=self._captures)
         model = self._load_model(ops)
         self._layout = self._size_kv_cache(model)
         self._runner: ModelRunner | None = self._make_runner(model, ops)

@@ -227,6 +227,9 @@ class LLM:
                     if delta.should_abort:
                         self._core.abort([state.request_id])
                     progress.advance(state)
+        if self._core.has_work:
+            # a step may be in flight for requests that ended: their blocks come free with it
+            self._core.step()
 
     def _forget(self, states: Sequence[RequestState]) -> None:
         left = [s.request_id for s in states if self._outputs.drop(s.request_id) is not None]
