@@ -118,6 +118,7 @@ ROUTER_READS: dict[str, tuple[Damage, str]] = {
     "activation": (change(hidden_act="gelu"), "activation gelu"),
     "hidden size of words": (change(hidden_size="big"), "config.json is not valid"),
     "hidden size 0": (change(hidden_size=0), "config.json is not valid"),
+    "hidden size beyond all": (change(hidden_size=1 << 70), "config.json is not valid"),
     "heads 0": (change(num_attention_heads=0), "config.json is not valid"),
     "heads that share no KV heads": (change(num_key_value_heads=3), "config.json is not valid"),
     "no tokenizer": (remove("tokenizer.json"), "tokenizer.json does not exist"),

@@ -121,6 +121,7 @@ def test_a_directory_is_taken_as_it_is(tmp_path: Path) -> None:
         (lambda d: _truncated(d, 0.3), "truncated or not a GGUF"),
         (lambda d: _truncated(d, 0.02), "truncated or not a GGUF"),
         (lambda d: _tiny_gguf(d, architecture="gemma2"), "'gemma2' is not supported"),
+        (lambda d: _without_a_token(d), "damaged tokenizer"),
     ],
 )
 def test_what_cannot_be_a_model_is_refused_with_its_reason(
@@ -130,6 +131,16 @@ def test_what_cannot_be_a_model_is_refused_with_its_reason(
         resolve(make(tmp_path))
     left = list((cache / "models").iterdir()) if (cache / "models").exists() else []
     assert all(p.name.endswith(".lock") for p in left)
+
+
+def _without_a_token(directory: Path) -> Path:
+    """Merges that make a token which the vocabulary does not have."""
+    file = _tiny_gguf(directory)
+    content = file.read_bytes()
+    token = "\u0120the".encode()
+    at = content.index(len(token).to_bytes(8, "little") + token) + 8
+    file.write_bytes(content[:at] + b"z" * len(token) + content[at + len(token) :])
+    return file
 
 
 class TestSmollm2:

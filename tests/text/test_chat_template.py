@@ -101,6 +101,12 @@ def test_a_model_without_template_says_so(tmp_path: Path) -> None:
         template.render(USER)
 
 
+@pytest.mark.parametrize("several", [[], [1, None], [{"name": "tool_use", "template": "t"}]])
+def test_several_templates_without_a_default_are_none(tmp_path: Path, several: list[Any]) -> None:
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": several}))
+    assert not ChatTemplate.from_directory(tmp_path).exists
+
+
 def test_a_template_that_does_not_parse_fails_at_load() -> None:
     with pytest.raises(ModelLoadError, match="does not parse"):
         ChatTemplate("{% for %}")

@@ -125,10 +125,13 @@ class UniprocExecutor:
         try:
             with SafetensorsWeights(config.path, self.dtype, device) as weights:
                 return Decoder(config, weights, ops, self.max_model_len, device)
-        except torch.OutOfMemoryError as error:
-            raise ModelLoadError(
-                f"the weights of {config.path.name} do not fit {device}: {error}"
-            ) from error
+        except (MemoryError, RuntimeError) as error:
+            # on a CPU torch has no class for it
+            if isinstance(error, torch.OutOfMemoryError | MemoryError) or "memory" in str(error):
+                raise ModelLoadError(
+                    f"the weights of {config.path.name} do not fit {device}: {error}"
+                ) from error
+            raise
 
     def _size_kv_cache(self, model: Decoder) -> KVLayout:
         config = self.model_config

@@ -77,7 +77,7 @@ class ModelConfig:
         """Raise ValueError for sizes that no model has."""
         sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads")
         for name in (*sizes, "num_kv_heads", "head_dim", "max_position"):
-            if getattr(self, name) < 1:
+            if not 0 < getattr(self, name) < 1 << 31:
                 raise ValueError(f"{name} is {getattr(self, name)}")
         if self.num_heads % self.num_kv_heads or self.head_dim % 2:
             raise ValueError(

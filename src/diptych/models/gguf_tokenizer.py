@@ -17,7 +17,7 @@ from tokenizers import (
     processors,
 )
 
-from diptych.errors import ModelLoadError
+from diptych.errors import DiptychError, ModelLoadError
 
 _LLAMA3_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
@@ -40,13 +40,18 @@ def write_tokenizer(metadata: Metadata, target: Path) -> None:
     """Write tokenizer.json and tokenizer_config.json into `target`.
 
     Raises:
-        ModelLoadError: the kind of tokenizer is not supported (named).
+        ModelLoadError: the kind of tokenizer is not supported (named), or its parts do not fit.
     """
     kind = metadata.get("tokenizer.ggml.model")
     makers = {"gpt2": _byte_level_bpe, "llama": _sentencepiece_bpe}
     if kind not in makers:
         raise ModelLoadError(f"{metadata.source}: tokenizer {kind!r} is not supported")
-    tokenizer = makers[kind](metadata)
+    try:
+        tokenizer = makers[kind](metadata)
+    except DiptychError:
+        raise
+    except Exception as error:  # the class that `tokenizers` raises
+        raise ModelLoadError(f"{metadata.source}: damaged tokenizer: {error}") from error
     tokens: list[str] = metadata.get("tokenizer.ggml.tokens")
     types: list[int] = metadata.get("tokenizer.ggml.token_type") or [1] * len(tokens)
     for token, token_type in zip(tokens, types, strict=True):

@@ -142,8 +142,8 @@ def _source(path: Path, config: Mapping[str, Any]) -> str | None:
             raise ModelLoadError(f"{file} cannot be read: {error}") from error
     template = config.get("chat_template")
     if isinstance(template, list):  # several, by name
-        named = {entry.get("name"): entry.get("template") for entry in template}
-        template = named.get("default")
+        entries = [entry for entry in template if isinstance(entry, dict)]
+        template = next((e.get("template") for e in entries if e.get("name") == "default"), None)
     if template is not None and not isinstance(template, str):
         raise ModelLoadError("chat_template in tokenizer_config.json is not a string")
     return template
