@@ -60,3 +60,22 @@ def test_what_a_spec_holds_is_a_configuration_that_loads() -> None:
         for section, values in spec.sections.items():
             load((section,), {f"{section}.{k}": v for k, v in values.items()}, {})
     assert router.sections["router"]["workers"] == ["a:1"]
+
+
+@pytest.mark.parametrize(
+    ("host", "reached"),
+    [
+        ("127.0.0.1", "127.0.0.1"),
+        ("0.0.0.0", "127.0.0.1"),
+        ("::", "[::1]"),
+        ("::1", "[::1]"),
+        ("10.1.2.3", "10.1.2.3"),
+    ],
+)
+def test_the_router_is_asked_where_it_listens(host: str, reached: str) -> None:
+    settings = load(tuple(SECTIONS), {"router.host": host}, {})
+    spec = router_spec(
+        settings, admin_port=9, redis=None, ticket_keys="/k", workers=["a:1"], supervisor="/s"
+    )
+
+    assert spec.host == reached

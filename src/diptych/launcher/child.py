@@ -144,7 +144,7 @@ class Child:
         return ""
 
     def _ask_ready(self) -> tuple[bool, str]:
-        url = f"http://127.0.0.1:{self.spec.admin_port}/readyz"
+        url = f"http://{self.spec.host}:{self.spec.admin_port}/readyz"
         try:
             with _DIRECT.open(url, timeout=2.0) as response:
                 return response.status == 200, "ready"

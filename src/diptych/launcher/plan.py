@@ -20,6 +20,7 @@ class ProcessSpec:
     admin_port: int
     sections: dict[str, dict[str, Any]]
     environment: dict[str, str] = field(default_factory=dict)
+    host: str = "127.0.0.1"  # as it stands in a URL
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +118,14 @@ def router_spec(
         "planner": planner,
         "redis": _redis(settings, redis),
     }
-    return ProcessSpec("router", "router", admin_port, sections)
+    host = url_host(router["host"])
+    return ProcessSpec("router", "router", admin_port, sections, host=host)
+
+
+def url_host(host: str) -> str:
+    """Where this machine reaches what listens on `host`, as it stands in a URL."""
+    host = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"[{host}]" if ":" in host else host
 
 
 def _redis(settings: Settings, url: str | None) -> dict[str, Any]:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import json
 import os
+import shlex
 import shutil
 import signal
 import socket
@@ -16,8 +18,11 @@ from pathlib import Path
 
 from diptych.config_sources import Settings
 from diptych.errors import ConfigError, DiptychError, UnavailableError
+from diptych.launcher.plan import url_host
 from diptych.launcher.supervisor import Supervisor
 from diptych.models.fetch import resolve_model
+
+_LONGEST_DIRECTORY = 80
 
 
 def run(settings: Settings, *, aggregated: bool = False) -> int:
@@ -35,7 +40,7 @@ def run(settings: Settings, *, aggregated: bool = False) -> int:
         _check_port(router.host, getattr(router, name), "--" + name.replace("_", "-"))
     say(f"model {settings['engine'].model}")
     resolve_model(settings["engine"].model, settings["engine"].revision)
-    directory = Path(tempfile.mkdtemp(prefix="diptych-"))
+    directory = _private_directory()
     try:
         return asyncio.run(_run(settings, directory, aggregated))
     finally:
@@ -99,18 +104,24 @@ def say(text: str) -> None:
 
 def _print_invitation(settings: Settings) -> None:
     router = settings["router"]
-    host = "127.0.0.1" if router.host in ("0.0.0.0", "::") else router.host
+    url = f"http://{url_host(router.host)}:{router.port}"
+    question = {"role": "user", "content": "What is the capital of France?"}
     model = settings["engine"].served_model_name or settings["engine"].model
-    url = f"http://{host}:{router.port}"
-    body = (
-        f'{{"model": "{model}", "temperature": 0, "messages": '
-        '[{"role": "user", "content": "What is the capital of France?"}]}'
-    )
+    body = json.dumps({"model": model, "temperature": 0, "messages": [question]})
     print(
         f"\n{url}\n\ncurl {url}/v1/chat/completions -H 'Content-Type: application/json' \\\n"
-        f"  -d '{body}'\n",
+        f"  -d {shlex.quote(body)}\n",
         flush=True,
     )
+
+
+def _private_directory() -> Path:
+    """A fresh one, with a path that leaves room for a socket's name in it."""
+    directory = tempfile.mkdtemp(prefix="diptych-")
+    if len(os.fsencode(directory)) > _LONGEST_DIRECTORY:
+        os.rmdir(directory)
+        directory = tempfile.mkdtemp(prefix="diptych-", dir="/tmp")
+    return Path(directory)
 
 
 def _check_port(host: str, port: int, flag: str) -> None:
