@@ -29,7 +29,7 @@ e2e: .venv/.test ## the slow tests: real models, many processes
 lint: .venv/.test ## ruff and mypy strict
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
 
-explore: .venv/.run ## explore the hand-off state machine, breadth first
+explore: .venv/.run ## explore the rules of the direct hand-off, breadth first
 	$(BIN)/python -m diptych.connectors.explore
 
 helm: .venv/.test ## lint and test the chart with real helms, 4 and 3

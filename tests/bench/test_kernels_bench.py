@@ -5,7 +5,7 @@ import argparse
 import pytest
 import torch
 
-from diptych.bench import kernels
+from diptych.bench import kernel_times, kernels
 from diptych.errors import ConfigError
 
 
@@ -27,9 +27,9 @@ def test_every_case_can_be_called_and_has_a_floor() -> None:
 
     device, ops = torch.device("cpu"), TorchOps()
     cases = [
-        kernels._decode_case(ops.paged_decode_attention, "decode", 2, 100, 16, 1, device),
-        kernels._prefill_case(ops.paged_prefill_attention, "prefill", 2, 70, 64, 1, device),
-        *kernels._elementwise_cases(ops, 3, device),
+        kernel_times._decode_case(ops.paged_decode_attention, "decode", 2, 100, 16, 1, device),
+        kernel_times._prefill_case(ops.paged_prefill_attention, "prefill", 2, 70, 64, 1, device),
+        *kernel_times._elementwise_cases(ops, 3, device),
     ]
     with torch.inference_mode():
         for case in cases:

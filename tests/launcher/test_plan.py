@@ -49,7 +49,7 @@ def test_what_a_spec_holds_is_a_configuration_that_loads() -> None:
     settings = load(tuple(SECTIONS), {}, {})
     router = router_spec(
         settings,
-        admin_port=9,
+        ports=(8, 9),
         redis=None,
         ticket_keys="/keys",
         workers=["a:1"],
@@ -75,7 +75,7 @@ def test_what_a_spec_holds_is_a_configuration_that_loads() -> None:
 def test_the_router_is_asked_where_it_listens(host: str, reached: str) -> None:
     settings = load(tuple(SECTIONS), {"router.host": host}, {})
     spec = router_spec(
-        settings, admin_port=9, redis=None, ticket_keys="/k", workers=["a:1"], supervisor="/s"
+        settings, ports=(8, 9), redis=None, ticket_keys="/k", workers=["a:1"], supervisor="/s"
     )
 
     assert spec.host == reached

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import enum
 import logging
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -203,6 +204,9 @@ def make_engine_core(config: EngineConfig) -> EngineCore:
         ModelLoadError: the model is missing, broken or not supported.
         ConfigError: a setting does not fit the device or the connector.
     """
+    # read when torch is first imported: threads that spin for one another slow an engine tenfold
+    # on a machine that has other work
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     from diptych.connectors.factory import make_scheduler_connector, make_worker_connector
     from diptych.engine.executor import UniprocExecutor
 

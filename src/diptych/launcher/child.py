@@ -68,7 +68,7 @@ class Child:
         environment = {
             name: value for name, value in os.environ.items() if not name.startswith("DIPTYCH_")
         }
-        for name in ("DIPTYCH_CACHE",):
+        for name in ("DIPTYCH_CACHE", "DIPTYCH_LOG_LEVEL"):
             if name in os.environ:
                 environment[name] = os.environ[name]
         environment.update(self.spec.environment, DIPTYCH_DIE_WITH_PARENT="1", PYTHONSAFEPATH="1")

@@ -98,16 +98,17 @@ def kvstore_spec(
 def router_spec(
     settings: Settings,
     *,
-    admin_port: int,
+    ports: tuple[int, int],
     redis: str | None,
     ticket_keys: str,
     workers: list[str],
     supervisor: str,
 ) -> ProcessSpec:
-    """The router; `workers` are static addresses where there is no registry."""
+    """The router. `ports` are its gRPC and admin port; `workers` are static addresses where there
+    is no registry."""
     router = dataclasses.asdict(settings["router"])
     # on one machine nobody takes over from the router: Ctrl-C ends at once
-    router.update(admin_port=admin_port, ticket_keys=ticket_keys, drain_s=0.0)
+    router.update(grpc_port=ports[0], admin_port=ports[1], ticket_keys=ticket_keys, drain_s=0.0)
     if workers:
         router["workers"] = workers
     planner = dataclasses.asdict(settings["planner"])
@@ -119,7 +120,7 @@ def router_spec(
         "redis": _redis(settings, redis),
     }
     host = url_host(router["host"])
-    return ProcessSpec("router", "router", admin_port, sections, host=host)
+    return ProcessSpec("router", "router", ports[1], sections, host=host)
 
 
 def url_host(host: str) -> str:

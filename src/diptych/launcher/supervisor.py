@@ -159,10 +159,10 @@ class Supervisor:
         )
 
     def _new_router(self, addresses: list[str]) -> ProcessSpec:
-        given = self._settings["router"].admin_port
+        router, free = self._settings["router"], free_ports(2)
         return router_spec(
             self._settings,
-            admin_port=given or free_ports(1)[0],
+            ports=(router.grpc_port or free[0], router.admin_port or free[1]),
             redis=self._redis_url,
             ticket_keys=self._ticket_keys,
             workers=addresses,

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from diptych.config_sources import Settings
 from diptych.errors import ConfigError, DiptychError, UnavailableError
-from diptych.launcher.plan import url_host
+from diptych.launcher.plan import ProcessSpec, url_host
 from diptych.launcher.supervisor import Supervisor
 from diptych.models.fetch import resolve_model
 
@@ -69,7 +69,7 @@ async def _run(settings: Settings, directory: Path, aggregated: bool) -> int:
     try:
         if await _start_unless_stopped(supervisor, stop):
             say(f"all ready after {time.monotonic() - started:.1f} s")
-            _print_invitation(settings)
+            _print_invitation(settings, supervisor.children["router"].spec, logs)
             await stop.wait()
         say("stopping; once more to stop at once")
     finally:
@@ -102,9 +102,15 @@ def say(text: str) -> None:
     print(f"diptych: {text}", file=sys.stderr, flush=True)
 
 
-def _print_invitation(settings: Settings) -> None:
+def _print_invitation(settings: Settings, spec: ProcessSpec, logs: Path) -> None:
     router = settings["router"]
-    url = f"http://{url_host(router.host)}:{router.port}"
+    host = url_host(router.host)
+    url = f"http://{host}:{router.port}"
+    say(f"gRPC on {host}:{spec.sections['router']['grpc_port']}")
+    say(f"metrics on http://{host}:{spec.admin_port}/metrics")
+    say(
+        f"logs in {logs}{'' if settings['up'].log_dir else ' while it runs (--log-dir keeps them)'}"
+    )
     question = {"role": "user", "content": "What is the capital of France?"}
     model = settings["engine"].served_model_name or settings["engine"].model
     body = json.dumps({"model": model, "temperature": 0, "messages": [question]})
