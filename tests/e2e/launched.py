@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -110,8 +112,13 @@ def launched(directory: Path, *argv: str) -> Iterator[Running]:
     try:
         yield Running(process, port, log)
     finally:
+        below = descendants(process.pid)
         process.kill() if process.poll() is None else None
         process.wait()
+        for pid in below:
+            # one that a test froze hears only now that its launcher is gone
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
 
 
 @contextmanager
