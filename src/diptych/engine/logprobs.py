@@ -39,13 +39,3 @@ class TopLogprobs:
             logprobs += self._logprobs[position][: most + 1]
             ranks.append(self._ranks[position])
         return TokenLogprobs(width=most + 1, token_ids=token_ids, logprobs=logprobs, ranks=ranks)
-
-
-def concatenate(parts: Sequence[TokenLogprobs]) -> TokenLogprobs:
-    """Runs of tokens of equal width, one after another."""
-    return TokenLogprobs(
-        width=parts[0].width,
-        token_ids=[i for part in parts for i in part.token_ids],
-        logprobs=[p for part in parts for p in part.logprobs],
-        ranks=[r for part in parts for r in part.ranks],
-    )

@@ -6,6 +6,7 @@ These structs cross the socket between the service process and the engine proces
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 
 import msgspec
 
@@ -90,6 +91,16 @@ class TokenLogprobs(msgspec.Struct, frozen=True, kw_only=True):
     token_ids: list[int]
     logprobs: list[float]
     ranks: list[int]
+
+    @classmethod
+    def joined(cls, parts: Sequence[TokenLogprobs]) -> TokenLogprobs:
+        """Runs of equal width, one after another; at least one."""
+        return cls(
+            width=parts[0].width,
+            token_ids=[i for part in parts for i in part.token_ids],
+            logprobs=[p for part in parts for p in part.logprobs],
+            ranks=[r for part in parts for r in part.ranks],
+        )
 
 
 class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):

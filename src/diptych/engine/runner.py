@@ -9,7 +9,7 @@ from torch import Tensor
 from diptych.connectors.base import KVConnectorMetadata, KVConnectorWorker, KVLayout
 from diptych.engine.captured_decode import CapturedDecode
 from diptych.engine.input_batch import InputBatch, StepRows
-from diptych.engine.logprobs import TopLogprobs, concatenate
+from diptych.engine.logprobs import TopLogprobs
 from diptych.engine.pinned import TokenReader
 from diptych.engine.request import TokenLogprobs
 from diptych.engine.sampler import sample
@@ -147,7 +147,7 @@ class ModelRunner:
             chunk = targets[at : at + _LOGITS_CHUNK]
             logits = self._model.logits(hidden[at : at + _LOGITS_CHUNK])
             parts.append(TopLogprobs(logits, chunk, most).pack(range(len(chunk)), most))
-        return concatenate(parts)
+        return TokenLogprobs.joined(parts)
 
     def _start_loads(self, metadata: KVConnectorMetadata | None) -> None:
         if self._connector is not None and metadata is not None:

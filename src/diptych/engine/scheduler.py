@@ -13,7 +13,6 @@ dropped, and its blocks are free once that step has completed.
 from __future__ import annotations
 
 import bisect
-import logging
 from collections.abc import Iterable
 
 from diptych.config import EngineConfig
@@ -34,8 +33,6 @@ from diptych.engine.step import (
 )
 from diptych.engine.steps_in_flight import StepsInFlight
 from diptych.errors import CapacityError, InvalidRequestError
-
-logger = logging.getLogger(__name__)
 
 DEFAULT_MAX_NUM_BATCHED_TOKENS = 2048
 DEFAULT_MAX_NUM_SEQS = 64

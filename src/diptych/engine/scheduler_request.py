@@ -213,7 +213,7 @@ class SchedulerRequest:
         """All of the prompt's log probabilities, once: with the first output token."""
         parts, self._prompt_logprobs = self._prompt_logprobs, []
         self._prompt_logprobs_due = False
-        return _joined(parts) if parts else None
+        return TokenLogprobs.joined(parts) if parts else None
 
     def _at_length_limit(self, num_more: int = 0) -> bool:
         """Whether `num_more` output tokens bring it to a limit."""
@@ -233,13 +233,4 @@ def _samples_by_history(params: SamplingParams) -> bool:
         or params.bad_words_token_ids
         or params.logprobs is not None
         or params.prompt_logprobs is not None
-    )
-
-
-def _joined(parts: list[TokenLogprobs]) -> TokenLogprobs:
-    return TokenLogprobs(
-        width=parts[0].width,
-        token_ids=[i for part in parts for i in part.token_ids],
-        logprobs=[x for part in parts for x in part.logprobs],
-        ranks=[r for part in parts for r in part.ranks],
     )

@@ -56,10 +56,6 @@ class SchedulerOutput:
     kv_connector_metadata: KVConnectorMetadata | None = None
     number: int = 0
 
-    @property
-    def total_num_scheduled_tokens(self) -> int:
-        return sum(self.num_scheduled_tokens.values())
-
 
 @dataclass(slots=True)
 class ModelRunnerOutput:
