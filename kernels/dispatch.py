@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from diptych.errors import ConfigError
+from diptych.kernels.row_inputs import RowInputs
 
 
 class Ops(Protocol):
@@ -83,6 +84,37 @@ class Ops(Protocol):
     def gumbel_argmax(
         self, logits: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor
     ) -> Tensor: ...
+
+    def read_rows(
+        self,
+        order: Tensor,
+        last_tokens: Tensor,
+        positions: Tensor,
+        prompt_lens: Tensor,
+        block_tables: Tensor,
+        block_size: int,
+        width: int,
+    ) -> RowInputs: ...
+
+    def advance_rows(
+        self,
+        order: Tensor,
+        sampled: Tensor,
+        last_tokens: Tensor,
+        positions: Tensor,
+        tokens: Tensor,
+    ) -> None: ...
+
+    def write_rows(
+        self,
+        rows: Tensor,
+        new_tokens: Tensor,
+        new_positions: Tensor,
+        new_prompt_lens: Tensor,
+        last_tokens: Tensor,
+        positions: Tensor,
+        prompt_lens: Tensor,
+    ) -> None: ...
 
 
 def select_ops(device: torch.device, attention_backend: str = "auto") -> Ops:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from diptych.kernels.noise import gumbel_noise
+from diptych.kernels.row_inputs import RowInputs
 
 
 def store_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
@@ -197,6 +198,76 @@ def gumbel_argmax(logits: Tensor, temperature: Tensor, seeds: Tensor, positions:
     scaled = logits / torch.where(temperature == 0.0, 1.0, temperature)[:, None]
     noisy = scaled + gumbel_noise(seeds, positions, logits.shape[1])
     return torch.where((temperature == 0.0)[:, None], logits, noisy).argmax(-1)
+
+
+def read_rows(
+    order: Tensor,
+    last_tokens: Tensor,
+    positions: Tensor,
+    prompt_lens: Tensor,
+    block_tables: Tensor,
+    block_size: int,
+    width: int,
+) -> RowInputs:
+    """The inputs of a decode step of some rows.
+
+    Args:
+        order: `[S]` int64, the rows; -1 for padding.
+        last_tokens, positions, prompt_lens: `[N]` int64, of each row: its last token, where that
+            stands, and tokens of its prompt.
+        block_tables: `[N, max_blocks]` int32.
+        width: entries of a table that the longest sequence uses at most.
+    """
+    live, row = order >= 0, order.clamp(min=0)
+    at = positions[row]
+    blocks = block_tables[row, at // block_size].long()
+    return RowInputs(
+        torch.where(live, last_tokens[row], 0),
+        torch.where(live, at, 0),
+        torch.where(live, blocks * block_size + at % block_size, -1),
+        torch.where(live, at + 1 - prompt_lens[row], 0),
+        torch.where(live, at + 1, 0).int(),
+        block_tables[row, :width],
+    )
+
+
+def advance_rows(
+    order: Tensor, sampled: Tensor, last_tokens: Tensor, positions: Tensor, tokens: Tensor
+) -> None:
+    """A token has been sampled for each row: it is the row's last one now, one position on.
+
+    Args:
+        order, last_tokens, positions: as in `read_rows`; the last two are written, padding aside.
+        sampled: `[S]` int64.
+        tokens: `[S]` int64, where `sampled` is copied.
+    """
+    tokens.copy_(sampled)
+    live = order >= 0
+    row = order[live]
+    last_tokens[row] = sampled[live]
+    positions[row] += 1
+
+
+def write_rows(
+    rows: Tensor,
+    new_tokens: Tensor,
+    new_positions: Tensor,
+    new_prompt_lens: Tensor,
+    last_tokens: Tensor,
+    positions: Tensor,
+    prompt_lens: Tensor,
+) -> None:
+    """Write R rows.
+
+    Args:
+        rows: `[R]` int64.
+        new_tokens, new_positions, new_prompt_lens: `[R]` int64; a token of -1 keeps the row's.
+        last_tokens, positions, prompt_lens: as in `read_rows`; written.
+    """
+    known = new_tokens >= 0
+    last_tokens[rows[known]] = new_tokens[known]
+    positions[rows] = new_positions
+    prompt_lens[rows] = new_prompt_lens
 
 
 def _read_kv(cache: Tensor, block_table: Tensor, seq_len: int) -> Tensor:

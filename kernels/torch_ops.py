@@ -175,6 +175,9 @@ class TorchOps:
         return functional.silu(gate).mul_(up)
 
     gumbel_argmax = staticmethod(reference.gumbel_argmax)
+    read_rows = staticmethod(reference.read_rows)
+    advance_rows = staticmethod(reference.advance_rows)
+    write_rows = staticmethod(reference.write_rows)
 
 
 def _attend(

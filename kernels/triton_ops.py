@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from diptych.kernels.decode_rows import advance_rows, read_rows, write_rows
 from diptych.kernels.gumbel_argmax import gumbel_argmax
 from diptych.kernels.paged_decode_attention import paged_decode_attention
 from diptych.kernels.paged_prefill_attention import paged_prefill_attention
@@ -26,3 +27,6 @@ class TritonOps:
     rope_store_kv = staticmethod(rope_store_kv)
     silu_mul = staticmethod(silu_mul)
     gumbel_argmax = staticmethod(gumbel_argmax)
+    read_rows = staticmethod(read_rows)
+    advance_rows = staticmethod(advance_rows)
+    write_rows = staticmethod(write_rows)

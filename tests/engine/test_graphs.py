@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
 from diptych.engine.captured_decode import capture_decode
-from diptych.engine.decode_step import DecodeInputs, DecodeRows
 from diptych.engine.graphs import DecodeGraphs, batch_sizes, context_lengths, fit
 from diptych.kernels.dispatch import select_ops
 from diptych.sampling_params import SamplingParams
@@ -64,20 +62,6 @@ def test_a_step_runs_in_the_next_larger_graph_captured_largest_first() -> None:
     for rows, longest in ((1, 1), (3, 32), (2, 33), (4, 64)):
         graphs.replay(rows, longest)
     assert replayed == [(1, 32), (4, 32), (2, 64), (4, 64)]
-
-
-def test_padding_rows_have_no_slot_and_no_keys() -> None:
-    inputs = DecodeInputs(4, CPU)
-    full = np.array([5, 6, 7, 8])
-    inputs.load(DecodeRows(full, full, full, full, full))
-    two = np.array([3, 1])
-    inputs.load(DecodeRows(two, two + 10, two + 20, two + 30, two + 40))
-    assert inputs.rows.tolist() == [3, 1, 0, 0]
-    assert inputs.input_ids.tolist() == [13, 11, 0, 0]
-    assert inputs.positions.tolist() == [23, 21, 0, 0]
-    assert inputs.slots.tolist() == [33, 31, -1, -1]
-    assert inputs.num_outputs.tolist() == [43, 41, 0, 0]
-    assert inputs.seq_lens.tolist() == [24, 22, 0, 0]
 
 
 class CapturedDriver(RunnerDriver):

@@ -70,6 +70,11 @@ def launch_all(dtype: torch.dtype, heads: int, kv_heads: int, dim: int, size: in
     ops.gumbel_argmax(
         empty(8, 1000 * dim, dtype=torch.float32), floats[:, 0], ints[:, 0], positions[:8]
     )
+    rows = positions[:8]
+    state = (rows, rows, rows)
+    inputs = ops.read_rows(rows, *state, tables, size, 32)
+    ops.advance_rows(rows, inputs.input_ids, rows, rows, rows)
+    ops.write_rows(rows, *state, *state)
     for hint in (0, 1):
         ops.paged_prefill_attention(q, k_cache, v_cache, tables, starts, lengths, 0.1, window, hint)
         ops.paged_decode_attention(

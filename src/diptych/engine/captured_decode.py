@@ -9,6 +9,7 @@ from torch import Tensor
 from diptych.engine.decode_step import DecodeStep
 from diptych.engine.graphs import Capture, DecodeGraphs, batch_sizes, context_lengths
 from diptych.engine.input_batch import InputBatch
+from diptych.engine.resident_rows import ResidentRows
 from diptych.kernels.dispatch import Ops
 from diptych.models.layers import layer_views
 from diptych.models.llama import Decoder
@@ -16,7 +17,7 @@ from diptych.models.llama import Decoder
 
 @dataclass(frozen=True, slots=True)
 class CapturedDecode:
-    """`step.load` its rows, `graphs.replay` it, read `step.logits` and `step.tokens`."""
+    """`step.rows.load` its rows, `graphs.replay` it, read `step.logits` and `step.tokens`."""
 
     step: DecodeStep
     graphs: DecodeGraphs
@@ -37,8 +38,8 @@ def capture_decode(
         model,
         ops,
         layer_views(kv_cache),
+        ResidentRows(batch.last_tokens, ops, batch.uploads),
         block_tables=batch.block_tables,
-        last_tokens=batch.last_tokens,
         temperatures=batch.sampling.temperatures,
         seeds=batch.sampling.seeds,
         vocab_size=vocab_size,

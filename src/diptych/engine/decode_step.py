@@ -1,73 +1,17 @@
-"""A decode step over static tensors: what a CUDA graph holds, from token ids to sampled tokens.
-
-One copy a step fills its inputs. Block tables and sampling parameters stay on the device in rows
-of requests and are gathered there.
-"""
+"""A decode step over static tensors: what a CUDA graph holds, from rows to rows one token on."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from diptych.engine.pinned import PinnedRing
+from diptych.engine.resident_rows import ResidentRows
 from diptych.kernels.dispatch import Ops
+from diptych.kernels.row_inputs import RowInputs
 from diptych.models.layers import ForwardBatch, KVView
 from diptych.models.llama import Decoder
-
-_FIELDS = 6
-
-
-@dataclass(frozen=True, slots=True)
-class DecodeRows:
-    """What one decode step needs of its R rows, on the host.
-
-    Attributes:
-        rows: `[R]`, where they are among the rows of requests.
-        input_ids, positions, slots: `[R]`, the last token of each (-1 for the one that the device
-            sampled last for the row), its position and its KV slot.
-        num_outputs: `[R]`, output tokens known, which key the noise.
-    """
-
-    rows: NDArray[np.int64]
-    input_ids: NDArray[np.int64]
-    positions: NDArray[np.int64]
-    slots: NDArray[np.int64]
-    num_outputs: NDArray[np.int64]
-
-
-class DecodeInputs:
-    """`_FIELDS` rows of `max_rows` int64 on the device, and pinned twins on the host.
-
-    A padding row is of no sequence: slot -1, no keys, row 0's parameters, a token nobody reads.
-    """
-
-    def __init__(self, max_rows: int, device: torch.device) -> None:
-        self._shape = (_FIELDS, max_rows)
-        self._ring = PinnedRing(8 * _FIELDS * max_rows, device)
-        self._packed = torch.zeros(self._shape, dtype=torch.int64, device=device)
-        self.input_ids, self.positions, self.slots, self.rows, self.num_outputs = self._packed[:5]
-        self.seq_lens = self._packed[5].view(torch.int32)[:max_rows]
-        self.load(DecodeRows(*[np.zeros(0, np.int64)] * 5))
-
-    def load(self, step: DecodeRows) -> None:
-        """Copy a step's rows to the device; those beyond them are padding."""
-        pinned = self._ring.turn().view(torch.int64).view(self._shape)
-        host = pinned.numpy()
-        count = len(step.rows)
-        columns = (step.input_ids, step.positions, step.slots, step.rows, step.num_outputs)
-        for field, values in zip(host, columns, strict=False):
-            field[:count] = values
-            field[count:] = 0
-        host[2, count:] = -1
-        lengths = host[5].view(np.int32)
-        lengths[:count] = step.positions + 1
-        lengths[count:] = 0
-        self._packed.copy_(pinned, non_blocking=True)
 
 
 class DecodeStep:
@@ -75,8 +19,8 @@ class DecodeStep:
 
     Args:
         model, ops, kv: what computes, and the cache's layers.
+        rows: which rows it computes, and where they stand; it moves them on.
         block_tables: `[max_num_seqs, max_blocks]` int32, by row.
-        last_tokens: `[max_num_seqs]` int64, by row.
         temperatures, seeds: `[max_num_seqs]`, by row.
         vocab_size, block_size: of the model, of the cache.
     """
@@ -86,8 +30,8 @@ class DecodeStep:
         model: Decoder,
         ops: Ops,
         kv: Sequence[KVView],
+        rows: ResidentRows,
         block_tables: Tensor,
-        last_tokens: Tensor,
         temperatures: Tensor,
         seeds: Tensor,
         vocab_size: int,
@@ -96,49 +40,53 @@ class DecodeStep:
         max_rows, device = len(block_tables), block_tables.device
         self._model, self._ops, self._kv = model, ops, kv
         self._block_tables, self._block_size = block_tables, block_size
-        self._last_tokens = last_tokens
         self._temperatures, self._seeds = temperatures, seeds
         self._starts = torch.arange(max_rows + 1, dtype=torch.int32, device=device)
-        self._inputs = DecodeInputs(max_rows, device)
+        self.rows = rows
         self.logits = torch.zeros(max_rows, vocab_size, device=device)
         self.tokens = torch.zeros(max_rows, dtype=torch.int64, device=device)
-
-    def load(self, step: DecodeRows) -> None:
-        """Copy the inputs of the next run to the device."""
-        self._inputs.load(step)
-
-    @property
-    def rows(self) -> Tensor:
-        """`[max_rows]` int64 on the device: the rows loaded."""
-        rows: Tensor = self._inputs.rows
-        return rows
 
     @torch.inference_mode()
     def run(self, size: int, context: int) -> None:
         """Compute `size` rows of at most `context` tokens each. Waits for nothing on the device."""
-        inputs = self._inputs
-        rows = inputs.rows[:size]
-        width = -(-context // self._block_size)
-        batch = ForwardBatch(
-            input_ids=torch.where(
-                inputs.input_ids[:size] < 0,
-                self._last_tokens.index_select(0, rows),
-                inputs.input_ids[:size],
-            ),
-            positions=inputs.positions[:size],
-            slot_mapping=inputs.slots[:size],
-            query_start_loc=self._starts[: size + 1],
-            seq_lens=inputs.seq_lens[:size],
-            block_tables=self._block_tables[:, :width].index_select(0, rows),
+        inputs = self._read(size, context)
+        logits = self.logits[:size]
+        self._model.logits(self._model.forward(self._batch(inputs, context), self._kv), logits)
+        sampled = self._sample(logits, inputs.num_outputs)
+        rows = self.rows
+        self._ops.advance_rows(
+            rows.order[:size], sampled, rows.last_tokens, rows.positions, self.tokens[:size]
+        )
+
+    def _read(self, size: int, context: int) -> RowInputs:
+        rows = self.rows
+        return self._ops.read_rows(
+            rows.order[:size],
+            rows.last_tokens,
+            rows.positions,
+            rows.prompt_lens,
+            self._block_tables,
+            self._block_size,
+            -(-context // self._block_size),
+        )
+
+    def _batch(self, inputs: RowInputs, context: int) -> ForwardBatch:
+        return ForwardBatch(
+            input_ids=inputs.input_ids,
+            positions=inputs.positions,
+            slot_mapping=inputs.slots,
+            query_start_loc=self._starts[: len(inputs.input_ids) + 1],
+            seq_lens=inputs.seq_lens,
+            block_tables=inputs.block_tables,
             max_query_len=1,
             max_seq_len=context,
         )
-        logits = self.logits[:size]
-        self._model.logits(self._model.forward(batch, self._kv), logits)
-        sampled = self._ops.gumbel_argmax(
+
+    def _sample(self, logits: Tensor, num_outputs: Tensor) -> Tensor:
+        order = self.rows.order[: len(logits)].clamp(min=0)
+        return self._ops.gumbel_argmax(
             logits,
-            self._temperatures.index_select(0, rows),
-            self._seeds.index_select(0, rows),
-            inputs.num_outputs[:size],
+            self._temperatures.index_select(0, order),
+            self._seeds.index_select(0, order),
+            num_outputs,
         )
-        self.tokens[:size].copy_(sampled)

@@ -11,10 +11,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
-from diptych.engine.decode_step import DecodeRows
 from diptych.engine.pinned import Uploads
+from diptych.engine.resident_rows import DecodeRows
 from diptych.engine.sampling_rows import RowTokens, SamplingRows
 from diptych.engine.step import NewRequest, RunningRequest, SchedulerOutput
 from diptych.models.layers import ForwardBatch
@@ -170,21 +169,20 @@ class InputBatch:
         return one_each
 
     def decode_rows(self, step: StepRows) -> DecodeRows:
-        """The inputs of a step that `decodes`; the rows on the device are up to date."""
+        """A step that `decodes`; block tables and sampling on the device are up to date."""
         self._flush()
         self.sampling.flush()
         rows, positions = step.rows, step.first
         return DecodeRows(
             rows=rows,
+            entries=self._entries[rows],
             input_ids=self._known_ids(rows, positions),
             positions=positions,
-            slots=self._slots(rows, positions),
-            num_outputs=self.num_tokens[rows] - self.num_prompt_tokens[rows],
+            prompt_lens=self.num_prompt_tokens[rows],
         )
 
-    def append(self, step: StepRows, token_ids: Tensor, rows_on_device: Tensor) -> Appended:
-        """Put the tokens sampled for `step.samples` behind their rows' last, on the device."""
-        self.last_tokens.index_copy_(0, rows_on_device, token_ids)
+    def append(self, step: StepRows) -> Appended:
+        """A token is sampled for each of `step.samples`: behind their rows' last."""
         rows = step.rows[step.samples]
         positions = self.num_tokens[rows]
         self.num_tokens[rows] += 1

@@ -89,11 +89,12 @@ class ModelRunner:
             for layer in range(len(self._kv_views)):
                 self._connector.wait_for_layer_load(layer)
         count = len(rows.rows)
-        decode.step.load(self._batch.decode_rows(rows))
+        decode.step.rows.load(self._batch.decode_rows(rows))
         decode.graphs.replay(count, int(rows.end.max()))
         plain = self._batch.sampling.is_plain[rows.rows].all()
         tokens = decode.step.tokens[:count] if plain else None
-        self._sample(rows, decode.step.logits[:count], decode.step.rows[:count], submitted, tokens)
+        order = decode.step.rows.order[:count]
+        self._sample(rows, decode.step.logits[:count], order, submitted, tokens)
 
     def _sample(
         self,
@@ -108,7 +109,7 @@ class ModelRunner:
         Args:
             logits: `[R, V]` float32; overwritten where `sampled` is not given.
             rows_on_device: `[R]` int64, the rows that sample.
-            sampled: `[R]`, the tokens if they are known.
+            sampled: `[R]`, the tokens if they are in their rows already.
         """
         samples, batch = rows.samples, self._batch
         members = rows.rows[samples]
@@ -116,7 +117,8 @@ class ModelRunner:
         raw = logits[self._put(wanted)] if len(wanted) else None
         if sampled is None:
             sampled = sample(logits, batch.sampling.batch(batch.row_tokens(members)))
-        appended = batch.append(rows, sampled, rows_on_device)
+            batch.last_tokens.index_copy_(0, rows_on_device, sampled)
+        appended = batch.append(rows)
         submitted.expect(self._reader.begin(sampled), appended)
         if raw is not None:
             counts: list[int] = batch.sampling.logprobs[members[wanted]].tolist()
