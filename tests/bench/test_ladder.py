@@ -8,15 +8,9 @@ from typing import Any
 import pytest
 
 from diptych.bench import ladder_table, peer_vllm
-from diptych.bench.ladder import (
-    POINTS,
-    PREFILL,
-    QUICK_POINTS,
-    QUICK_PREFILL,
-    Point,
-    parse_point,
-)
+from diptych.bench.ladder import POINTS
 from diptych.bench.ladder_record import DecodeRow, Ladder
+from diptych.bench.points import Point, parse_point, parse_points
 from diptych.bench.roofline import Roofline
 from diptych.bench.startup import StartUp, process_age_s
 from diptych.cli import main
@@ -41,7 +35,7 @@ def record(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The record of a small ladder of a model that is only a config.json."""
     folder = tmp_path_factory.mktemp("ladder")
     (folder / "config.json").write_text(json.dumps(CONFIG))
-    flags = ["--points=1@8,3@8", "--prefill=2x20", "--latency=2x4+6"]
+    flags = ["--points=1@8,3@8", "--prefill=2x20", "--latency=2x4+6", "--throughput=5x9+3"]
     engine = [f"--model={folder}", "--load-format=dummy", "--device=cpu", "--num-threads=1"]
     assert main(["bench", "ladder", *flags, *engine, f"--result-dir={folder / 'results'}"]) == 0
     (path,) = (folder / "results").glob("*.json")
@@ -70,6 +64,8 @@ def test_the_record_says_what_was_measured(record: Path) -> None:
     assert prefill["tokens_per_s"] == pytest.approx(40 / prefill["time_s"])
     (latency,) = found["latency"]
     assert (latency["batch"], latency["input_len"], latency["output_len"]) == (2, 4, 6)
+    (throughput,) = found["throughput"]
+    assert throughput["total_tokens_per_s"] == pytest.approx(60 / throughput["time_s"])
     assert found["start_up"]["ready_s"] > 0
     assert found["saturation_batch"]["predicted"] > 0
     assert found["peer"] is None, "the peer's figures are of another model"
@@ -79,7 +75,7 @@ def test_the_record_says_what_was_measured(record: Path) -> None:
 def test_a_record_can_be_shown_again(record: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "ladder", f"--from-json={record}"]) == 0
     out = capsys.readouterr().out
-    for part in ("own imports", "2 x 20", "2 x 4 + 6", "3 @ 8", "saturation batch"):
+    for part in ("own imports", "2 x 20", "2 x 4 + 6", "5x9+3", "3 @ 8", "saturation batch"):
         assert part in out
     assert ("no plot" in out) == (find_spec("matplotlib") is None)
 
@@ -96,7 +92,7 @@ def test_what_the_budget_does_not_hold_is_named(
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     engine = [f"--model={tmp_path}", "--load-format=dummy", "--device=cpu", "--num-threads=1"]
-    flags = ["--points=1@8", "--prefill=1x8", "--latency", "--budget-s=0"]
+    flags = ["--points=1@8", "--prefill=1x8", "--latency", "--throughput", "--budget-s=0"]
     assert main(["bench", "ladder", *engine, *flags, f"--result-dir={tmp_path}"]) == 0
     assert "1 x 8 left out" in capsys.readouterr().out
     (path,) = tmp_path.glob("*ladder*.json")
@@ -117,7 +113,7 @@ def test_what_is_no_point_is_refused(text: str) -> None:
 
 
 def test_nothing_to_measure_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "ladder", "--points", "--prefill", "--latency"]) == 1
+    assert main(["bench", "ladder", "--points", "--prefill", "--latency", "--throughput"]) == 1
     assert "nothing" in capsys.readouterr().err
 
 
@@ -129,10 +125,26 @@ def test_a_broken_record_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[
 
 
 def test_the_peer_has_a_figure_for_every_default_row() -> None:
-    points = [parse_point(text) for text in f"{POINTS} {QUICK_POINTS}".split()]
-    assert {(p.batch, p.length) for p in points} == peer_vllm.TPOT_MS.keys()
-    prefill = [parse_point(text) for text in f"{PREFILL} {QUICK_PREFILL}".split()]
-    assert {(p.batch, p.length) for p in prefill} == peer_vllm.PREFILL_MS.keys()
+    points = {kind: set(parse_points(texts)) for kind, texts in POINTS.items()}
+    assert {(p.batch, p.length) for p in points["decode"]} == peer_vllm.TPOT_MS.keys()
+    assert {(p.batch, p.length) for p in points["prefill"]} == peer_vllm.PREFILL_MS.keys()
+    assert points["latency"] == peer_vllm.LATENCY_MS.keys()
+    rates = peer_vllm.TOTAL_TOKENS_PER_S.keys() | peer_vllm.OUTPUT_TOKENS_PER_S.keys()
+    assert points["throughput"] == rates
+
+
+def test_a_record_is_resumed(record: Path, tmp_path: Path) -> None:
+    folder = str(record.parent.parent)
+    flags = ["--points=1@8,2@9", "--prefill=2x20", "--latency", "--throughput=5x9+3"]
+    engine = [f"--model={folder}", "--load-format=dummy", "--device=cpu", "--num-threads=1"]
+    more = [f"--resume={record}", f"--result-dir={tmp_path}"]
+    assert main(["bench", "ladder", *flags, *engine, *more]) == 0
+    (path,) = tmp_path.glob("*.json")
+    found, before = read(path), read(record)
+    assert found["decode"][:2] == before["decode"]
+    assert [(row["batch"], row["context"]) for row in found["decode"]] == [(1, 8), (3, 8), (2, 9)]
+    for kind in ("prefill", "latency", "throughput"):
+        assert found[kind] == before[kind]
 
 
 def test_peer_goal_and_floor_stand_beside_ours(capsys: pytest.CaptureFixture[str]) -> None:
@@ -173,7 +185,7 @@ def test_what_was_measured_before_a_failure_is_kept(tmp_path: Path) -> None:
     """The second point does not fit the context that the flags set."""
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     engine = [f"--model={tmp_path}", "--load-format=dummy", "--device=cpu", "--num-threads=1"]
-    flags = ["--points", "--prefill=1x8,1x200", "--latency", "--max-model-len=160"]
+    flags = ["--points", "--prefill=1x8,1x200", "--latency", "--throughput", "--max-model-len=160"]
     assert main(["bench", "ladder", *engine, *flags, f"--result-dir={tmp_path}"]) == 1
     (path,) = tmp_path.glob("*ladder*.json")
     assert [row["input_len"] for row in read(path)["prefill"]] == [8]

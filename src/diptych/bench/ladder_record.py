@@ -8,14 +8,17 @@ from pathlib import Path
 from typing import Any
 
 from diptych.bench import peer_vllm
+from diptych.bench.points import Point
 from diptych.bench.roofline import Hardware, Roofline
 from diptych.bench.startup import StartUp
 from diptych.models.config import ModelConfig
 
+_KINDS = ("prefill", "latency", "throughput", "decode")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimeRow:
-    """Seconds of a prefill (one output token) or of a whole batch."""
+    """Seconds of a prefill (one output token), a whole batch, or many requests at once."""
 
     batch: int
     input_len: int
@@ -49,8 +52,25 @@ class Ladder:
     peer: bool
     prefill: list[TimeRow] = field(default_factory=list)
     latency: list[TimeRow] = field(default_factory=list)
+    throughput: list[TimeRow] = field(default_factory=list)
     decode: list[DecodeRow] = field(default_factory=list)
     skipped: list[str] = field(default_factory=list)
+
+    def add(self, kind: str, row: TimeRow | DecodeRow) -> None:
+        """A row of `prefill`, `latency`, `throughput` or `decode`."""
+        getattr(self, kind).append(row)
+
+    def points(self, kind: str) -> set[Point]:
+        """What the rows of a kind have measured."""
+        if kind == "decode":
+            return {Point(row.batch, row.context) for row in self.decode}
+        rows: list[TimeRow] = getattr(self, kind)
+        return {Point(row.batch, row.input_len, row.output_len) for row in rows}
+
+    def take_rows(self, earlier: Ladder) -> None:
+        """Begin with the rows of an earlier record."""
+        for kind in _KINDS:
+            getattr(self, kind).extend(getattr(earlier, kind))
 
     def saturation(self) -> float | None:
         """The measured saturation batch, at the context with the most batches."""
@@ -77,7 +97,8 @@ class Ladder:
             "device_name": self.device_name,
             "start_up": {**asdict(self.start_up), "ready_s": self.start_up.ready_s},
             "prefill": [{**asdict(r), **self.prefill_rates(r)} for r in self.prefill],
-            "latency": [{**asdict(r), **_ratio(r.time_s, r.floor_s)} for r in self.latency],
+            "latency": [{**asdict(r), **self.batch_rates(r)} for r in self.latency],
+            "throughput": [{**asdict(r), **self.request_rates(r)} for r in self.throughput],
             "decode": [{**asdict(r), **self.decode_rates(r)} for r in self.decode],
             "saturation_batch": {
                 "measured": self.saturation(),
@@ -108,6 +129,7 @@ class Ladder:
             peer=record["peer"] is not None,
             prefill=[TimeRow(**_fields(TimeRow, row)) for row in record["prefill"]],
             latency=[TimeRow(**_fields(TimeRow, row)) for row in record["latency"]],
+            throughput=[TimeRow(**_fields(TimeRow, row)) for row in record.get("throughput", [])],
             decode=[DecodeRow(**_fields(DecodeRow, row)) for row in record["decode"]],
             skipped=list(record["skipped"]),
         )
@@ -119,6 +141,24 @@ class Ladder:
             "tokens_per_s": row.batch * row.input_len / row.time_s,
             "tflop_per_s": flops / row.time_s / 1e12,
         }
+
+    def request_rates(self, row: TimeRow) -> dict[str, float]:
+        """Requests, tokens and operations per second."""
+        num_input, num_output = row.batch * row.input_len, row.batch * row.output_len
+        flops = self.roofline.batch_flops(row.batch, row.input_len, row.output_len)
+        return {
+            **_ratio(row.time_s, row.floor_s),
+            "requests_per_s": row.batch / row.time_s,
+            "input_tokens_per_s": num_input / row.time_s,
+            "output_tokens_per_s": num_output / row.time_s,
+            "total_tokens_per_s": (num_input + num_output) / row.time_s,
+            "tflop_per_s": flops / row.time_s / 1e12,
+        }
+
+    def batch_rates(self, row: TimeRow) -> dict[str, float]:
+        """The same and bytes, of a batch whose requests are in every step."""
+        bytes_read = self.roofline.batch_bytes(row.batch, row.input_len, row.output_len)
+        return {**self.request_rates(row), "tb_per_s": bytes_read / row.time_s / 1e12}
 
     def decode_rates(self, row: DecodeRow) -> dict[str, float]:
         bytes_read = self.roofline.decode_bytes(row.batch, row.mean_context)

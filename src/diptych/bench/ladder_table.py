@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import textwrap
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from diptych.bench import peer_vllm
 from diptych.bench.ladder_record import DecodeRow, Ladder, TimeRow
@@ -15,12 +17,10 @@ _HEAD = f"{'ours':>8} {'peer':>8} {'goal':>8} {'floor':>8} {'/floor':>7}"
 def show(ladder: Ladder) -> None:
     """The whole table."""
     show_start(ladder)
-    for prefill in ladder.prefill:
-        show_prefill(ladder, prefill)
-    for latency in ladder.latency:
-        show_latency(ladder, latency)
-    for decode in ladder.decode:
-        show_decode(ladder, decode)
+    for kind, show_row in _SHOW.items():
+        rows = getattr(ladder, kind)
+        for row in rows:
+            show_row(ladder, row, row is rows[0])
     show_end(ladder)
 
 
@@ -33,8 +33,14 @@ def show_start(ladder: Ladder) -> None:
     _say_row("engine ready", start.ready_s, _figure(ladder, peer_vllm.READY_S), None, 2)
 
 
-def show_prefill(ladder: Ladder, row: TimeRow) -> None:
-    if row is ladder.prefill[0]:
+def show_last(ladder: Ladder, kind: str) -> None:
+    """The row that was measured last."""
+    rows = getattr(ladder, kind)
+    _SHOW[kind](ladder, rows[-1], len(rows) == 1)
+
+
+def _show_prefill(ladder: Ladder, row: TimeRow, is_first: bool) -> None:
+    if is_first:
         say(f"{'prefill, ms':16} {_HEAD} {'tok/s':>8} {'TFLOP/s':>7}")
     rates = ladder.prefill_rates(row)
     _say_row(
@@ -47,21 +53,40 @@ def show_prefill(ladder: Ladder, row: TimeRow) -> None:
     )
 
 
-def show_latency(ladder: Ladder, row: TimeRow) -> None:
-    if row is ladder.latency[0]:
-        say(f"{'latency, ms':16} {_HEAD} {'tok/s':>8}")
+def _show_latency(ladder: Ladder, row: TimeRow, is_first: bool) -> None:
+    if is_first:
+        say(f"{'latency, ms':16} {_HEAD} {'tok/s':>8} {'TFLOP/s':>7} {'TB/s':>5}")
+    rates = ladder.batch_rates(row)
     _say_row(
         f"{row.batch} x {row.input_len} + {row.output_len}",
         row.time_s * 1e3,
         _latency_figure(ladder, row),
         row.floor_s * 1e3,
         1,
-        f" {row.batch * row.output_len / row.time_s:8.0f}",
+        f" {rates['output_tokens_per_s']:8.0f} {rates['tflop_per_s']:7.0f}"
+        f" {rates['tb_per_s']:5.2f}",
     )
 
 
-def show_decode(ladder: Ladder, row: DecodeRow) -> None:
-    if row is ladder.decode[0]:
+def _show_throughput(ladder: Ladder, row: TimeRow, is_first: bool) -> None:
+    """In the unit of the peer's figure: all tokens, or output tokens, per second."""
+    if is_first:
+        say(f"{'throughput':16} {_HEAD} {'req/s':>8} {'in/s':>8} {'out/s':>8} {'TFLOP/s':>7}")
+    unit, figure = _throughput_figure(ladder, row)
+    rates = ladder.request_rates(row)
+    peer, goal = figure if figure is not None else (None, None)
+    ours = rates[f"{unit}_tokens_per_s"]
+    cells = " ".join(_cell(v, 0) for v in (ours, peer, goal, ours * rates["times_floor"]))
+    say(
+        f"{f'{row.batch}x{row.input_len}+{row.output_len}':16} {cells}"
+        f" {_cell(rates['times_floor'], 2, 7)} {rates['requests_per_s']:8.2f}"
+        f" {rates['input_tokens_per_s']:8.0f} {rates['output_tokens_per_s']:8.0f}"
+        f" {rates['tflop_per_s']:7.0f}  {unit} tok/s"
+    )
+
+
+def _show_decode(ladder: Ladder, row: DecodeRow, is_first: bool) -> None:
+    if is_first:
         say(f"{'TPOT, ms':16} {_HEAD} {'tok/s':>8} {'TFLOP/s':>7} {'TB/s':>5}")
     rates = ladder.decode_rates(row)
     # the difference of two long times is only as good as both
@@ -110,7 +135,13 @@ def goals(ladder: Ladder) -> dict[str, bool]:
     for decode in ladder.decode:
         name = f"TPOT {decode.batch}@{decode.context}"
         times.append((name, decode.tpot_s * 1e3, tpot_figure(ladder, decode)))
-    return {name: time <= figure.goal for name, time, figure in times if figure is not None}
+    met = {name: time <= figure.goal for name, time, figure in times if figure is not None}
+    for row in ladder.throughput:
+        unit, figure = _throughput_figure(ladder, row)
+        if figure is not None:
+            rate = ladder.request_rates(row)[f"{unit}_tokens_per_s"]
+            met[f"throughput {row.batch}x{row.input_len}+{row.output_len}"] = rate >= figure.goal
+    return met
 
 
 def _prefill_figure(ladder: Ladder, row: TimeRow) -> Figure | None:
@@ -120,6 +151,14 @@ def _prefill_figure(ladder: Ladder, row: TimeRow) -> Figure | None:
 def _latency_figure(ladder: Ladder, row: TimeRow) -> Figure | None:
     key = (row.batch, row.input_len, row.output_len)
     return _figure(ladder, peer_vllm.LATENCY_MS.get(key))
+
+
+def _throughput_figure(ladder: Ladder, row: TimeRow) -> tuple[str, Figure | None]:
+    """Which tokens count for a row, and the peer's."""
+    key = (row.batch, row.input_len, row.output_len)
+    if key in peer_vllm.OUTPUT_TOKENS_PER_S:
+        return "output", _figure(ladder, peer_vllm.OUTPUT_TOKENS_PER_S[key])
+    return "total", _figure(ladder, peer_vllm.TOTAL_TOKENS_PER_S.get(key))
 
 
 def _figure(ladder: Ladder, figure: Figure | None) -> Figure | None:
@@ -137,3 +176,11 @@ def _say_row(
 
 def _cell(value: float | None, digits: int, width: int = 8) -> str:
     return f"{'-':>{width}}" if value is None else f"{value:{width}.{digits}f}"
+
+
+_SHOW: Mapping[str, Callable[[Ladder, Any, bool], None]] = {
+    "prefill": _show_prefill,
+    "latency": _show_latency,
+    "throughput": _show_throughput,
+    "decode": _show_decode,
+}

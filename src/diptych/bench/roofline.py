@@ -96,6 +96,29 @@ class Roofline:
         context = input_len + output_len / 2
         return self.prefill_s(batch, input_len) + steps * self.decode_s(batch, context)
 
+    def throughput_s(self, count: int, input_len: int, output_len: int) -> float:
+        """Least seconds of `count` such requests in steps so full that reading weights is free."""
+        computed = input_len + output_len - 1
+        head = self.num_weights - self.num_layer_weights
+        flops = 2 * (self.num_layer_weights * computed + head * output_len)
+        read = (output_len - 1) * self._kv_read(1, input_len + output_len / 2)
+        attention = self._prefill_attention_flops(1, input_len)
+        return count * (
+            flops / self.hardware.flops_per_s
+            + attention / self.hardware.attention_flops_per_s
+            + read / self.hardware.bytes_per_s
+        )
+
+    def batch_flops(self, batch: int, input_len: int, output_len: int) -> float:
+        """Operations of `batch` such requests, from prompt to last token."""
+        steps = (output_len - 1) * self.decode_flops(batch, input_len + output_len / 2)
+        return self.prefill_flops(batch, input_len) + steps
+
+    def batch_bytes(self, batch: int, input_len: int, output_len: int) -> float:
+        """Bytes that such a batch must read, all of it in each step; of its prefill the weights."""
+        steps = (output_len - 1) * self.decode_bytes(batch, input_len + output_len / 2)
+        return self.num_layer_weights * self.weight_bytes + steps
+
     @property
     def saturation_batch(self) -> float:
         """The batch from which multiplying takes longer than reading the weights."""

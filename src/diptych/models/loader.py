@@ -10,19 +10,19 @@ import json
 import logging
 import math
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from diptych.errors import ModelLoadError
+from diptych.models.safetensors_file import DTYPES, SafetensorsFile
+from diptych.models.staged_copy import StagedCopy
 
 _log = logging.getLogger(__name__)
 
-_DTYPES = ("F32", "F16", "BF16")
 _UNUSED_SUFFIXES = (".rotary_emb.inv_freq",)
 
 
@@ -48,16 +48,18 @@ class SafetensorsWeights:
         self._dtype = dtype
         self._device = device
         self._stack = ExitStack()
-        self._files: dict[str, Any] = {}
+        self._files: dict[str, SafetensorsFile] = {}
         self._unread: set[str] = set()
+        self._staged: StagedCopy | None = None
 
     def __enter__(self) -> SafetensorsWeights:
-        for path in weight_files(self._directory):
-            try:
-                file = self._stack.enter_context(safe_open(path, framework="pt"))
-            except (SafetensorError, OSError) as error:
-                raise ModelLoadError(f"{path} is missing, truncated or damaged: {error}") from error
-            self._files.update((name, file) for name in file.keys())  # noqa: SIM118 (no mapping)
+        with ExitStack() as stack:
+            for path in weight_files(self._directory):
+                file = stack.enter_context(closing(SafetensorsFile(path)))
+                self._files.update(dict.fromkeys(file.places, file))
+            if self._device.type == "cuda":
+                self._staged = stack.enter_context(closing(StagedCopy(self._device)))
+            self._stack = stack.pop_all()
         self._unread = {n for n in self._files if not n.endswith(_UNUSED_SUFFIXES)}
         return self
 
@@ -73,26 +75,34 @@ class SafetensorsWeights:
     def load(self, names: Sequence[str], rows: Sequence[int], *columns: int) -> Tensor:
         fused = torch.empty((sum(rows), *columns), dtype=self._dtype, device=self._device)
         for name, part, count in zip(names, torch.split(fused, list(rows)), rows, strict=True):
-            part.copy_(self._read(name, (count, *columns)))
+            self._read(name, (count, *columns), part)
         return fused
 
-    def _read(self, name: str, shape: tuple[int, ...]) -> Tensor:
+    def _read(self, name: str, shape: tuple[int, ...], part: Tensor) -> None:
+        """Fill `part` with the tensor: from the file straight to its place where types agree."""
         file = self._files.get(name)
         if file is None:
             raise ModelLoadError(f"{self._directory} has no tensor {name}")
         self._unread.discard(name)
-        part = file.get_slice(name)
-        if (dtype := part.get_dtype()) not in _DTYPES:
+        place = file.places[name]
+        dtype = DTYPES.get(place.dtype)
+        if dtype is None:
             raise ModelLoadError(
-                f"tensor {name} of {self._directory} has dtype {dtype}; "
-                f"supported are {', '.join(_DTYPES)}"
+                f"tensor {name} of {self._directory} has dtype {place.dtype}; "
+                f"supported are {', '.join(DTYPES)}"
             )
-        if (found := tuple(part.get_shape())) != shape:
+        if place.shape != shape:
             raise ModelLoadError(
-                f"tensor {name} of {self._directory} has shape {found}, not {shape}"
+                f"tensor {name} of {self._directory} has shape {place.shape}, not {shape}"
             )
-        tensor: Tensor = file.get_tensor(name)
-        return tensor
+        target = part if part.dtype == dtype else torch.empty_like(part, dtype=dtype)
+        as_bytes = target.view(-1).view(torch.uint8)
+        if self._staged is not None:
+            self._staged.read(file, place.start, as_bytes)
+        else:
+            file.read_into(as_bytes.numpy().data, place.start)
+        if target is not part:
+            part.copy_(target)
 
 
 class DummyWeights:
