@@ -120,9 +120,36 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """`(rms_norm(x + residual), x + residual)`; both `[T, N]`."""
-    total = x + residual
+    """`(rms_norm(x + residual), x + residual)`; both `[T, N]`, x also `[S, T, N]`, in parts."""
+    total = joined(x, residual.dtype) + residual
     return rms_norm(total, weight, eps), total
+
+
+def joined(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """The `[T, N]` in `dtype` that `linear_parts` gave, maybe in parts."""
+    return x.sum(0).to(dtype) if x.dim() == 3 else x
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`x @ weight.T + bias`.
+
+    Args:
+        x: `[T, K]`, last axis contiguous; weight: `[N, K]`; bias: `[N]`.
+
+    Returns:
+        `[T, N]`.
+    """
+    return torch.nn.functional.linear(x, weight, bias)
+
+
+def linear_parts(x: Tensor, weight: Tensor) -> Tensor:
+    """`linear` without a bias, or float32 parts of it, `[S, T, N]`, for `add_rms_norm` to sum."""
+    return linear(x, weight)
+
+
+def gated_linear(x: Tensor, weight: Tensor) -> Tensor:
+    """`silu_mul(linear(x, weight))`, for weight = `[2N, K]` = (gate, up); returns `[T, N]`."""
+    return silu_mul(linear(x, weight))
 
 
 def rope(q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor) -> tuple[Tensor, Tensor]:

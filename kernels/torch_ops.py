@@ -129,7 +129,7 @@ class TorchOps:
     def add_rms_norm(
         self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
-        total = x + residual
+        total = reference.joined(x, residual.dtype) + residual
         return self.rms_norm(total, weight, eps), total
 
     def rope(
@@ -173,6 +173,12 @@ class TorchOps:
             return reference.silu_mul(x)
         gate, up = x.chunk(2, dim=-1)
         return functional.silu(gate).mul_(up)
+
+    linear = staticmethod(functional.linear)
+    linear_parts = staticmethod(functional.linear)
+
+    def gated_linear(self, x: Tensor, weight: Tensor) -> Tensor:
+        return self.silu_mul(functional.linear(x, weight))
 
     gumbel_argmax = staticmethod(reference.gumbel_argmax)
     read_rows = staticmethod(reference.read_rows)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from torch import Tensor
+from torch.nn import functional
+
 from diptych.kernels.decode_rows import advance_rows, read_rows, write_rows
 from diptych.kernels.gumbel_argmax import gumbel_argmax
 from diptych.kernels.paged_decode_attention import paged_decode_attention
@@ -26,6 +29,12 @@ class TritonOps:
     rope = staticmethod(rope)
     rope_store_kv = staticmethod(rope_store_kv)
     silu_mul = staticmethod(silu_mul)
+    linear = staticmethod(functional.linear)
+    linear_parts = staticmethod(functional.linear)
+
+    def gated_linear(self, x: Tensor, weight: Tensor) -> Tensor:
+        return silu_mul(functional.linear(x, weight))
+
     gumbel_argmax = staticmethod(gumbel_argmax)
     read_rows = staticmethod(read_rows)
     advance_rows = staticmethod(advance_rows)

@@ -13,7 +13,7 @@ from diptych.errors import ModelLoadError
 from diptych.kernels.dispatch import Ops
 from diptych.models.config import ModelConfig
 from diptych.models.loader import Weights
-from diptych.models.matrix import make_matrix
+from diptych.models.matrix import Matrix, make_matrix
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,19 +53,14 @@ def layer_views(kv_cache: Tensor) -> list[KVView]:
     ]
 
 
-class Linear:
-    """`x @ weight.T + bias`, of one matrix or of several with the same input, fused."""
-
-    def __init__(
-        self, weights: Weights, names: Sequence[str], rows: Sequence[int], columns: int
-    ) -> None:
-        weight = weights.load([f"{name}.weight" for name in names], rows, columns)
-        biases = [f"{name}.bias" for name in names]
-        bias = weights.load(biases, rows) if biases[0] in weights else None
-        self._matrix = make_matrix(weight, bias)
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return self._matrix(x)
+def load_matrix(
+    ops: Ops, weights: Weights, names: Sequence[str], rows: Sequence[int], columns: int
+) -> Matrix:
+    """One matrix, or several with the same input, fused."""
+    weight = weights.load([f"{name}.weight" for name in names], rows, columns)
+    biases = [f"{name}.bias" for name in names]
+    bias = weights.load(biases, rows) if biases[0] in weights else None
+    return make_matrix(ops, weight, bias)
 
 
 class Attention:
@@ -82,14 +77,16 @@ class Attention:
         names = [f"{prefix}.{part}_proj" for part in ("q", "k", "v")]
         if config.attention_bias and f"{names[0]}.bias" not in weights:
             raise ModelLoadError(f"{config.path} has no tensor {names[0]}.bias")
-        self._qkv = Linear(weights, names, self._rows, config.hidden_size)
-        self._out = Linear(weights, [f"{prefix}.o_proj"], [config.hidden_size], heads * dim)
+        self._qkv = load_matrix(ops, weights, names, self._rows, config.hidden_size)
+        out = [f"{prefix}.o_proj"]
+        self._out = load_matrix(ops, weights, out, [config.hidden_size], heads * dim)
         self._q_norm = self._k_norm = None
         if config.qk_norm:
             self._q_norm = weights.load([f"{prefix}.q_norm.weight"], [dim])
             self._k_norm = weights.load([f"{prefix}.k_norm.weight"], [dim])
 
     def __call__(self, x: Tensor, batch: ForwardBatch, kv: KVView, cos_sin: Tensor) -> Tensor:
+        """`[T, N]`, or parts of it (`Matrix.in_parts`)."""
         ops = self._ops
         tokens = x.shape[0]
         q, k, v = torch.split(self._qkv(x), self._rows, dim=-1)
@@ -109,7 +106,7 @@ class Attention:
             self._k_norm,
             self._eps,
         )
-        return self._out(self._attend(q, batch, kv).reshape(tokens, -1))
+        return self._out.in_parts(self._attend(q, batch, kv).reshape(tokens, -1))
 
     def _attend(self, q: Tensor, batch: ForwardBatch, kv: KVView) -> Tensor:
         if batch.max_query_len == 1:
@@ -137,17 +134,16 @@ class Attention:
 
 
 class MLP:
-    """`down(silu(gate(x)) * up(x))`."""
+    """`down(silu(gate(x)) * up(x))`, maybe in parts (`Matrix.in_parts`)."""
 
     def __init__(self, config: ModelConfig, weights: Weights, ops: Ops, prefix: str) -> None:
         inner, hidden = config.intermediate_size, config.hidden_size
         names = [f"{prefix}.gate_proj", f"{prefix}.up_proj"]
-        self._ops = ops
-        self._gate_up = Linear(weights, names, [inner, inner], hidden)
-        self._down = Linear(weights, [f"{prefix}.down_proj"], [hidden], inner)
+        self._gate_up = load_matrix(ops, weights, names, [inner, inner], hidden)
+        self._down = load_matrix(ops, weights, [f"{prefix}.down_proj"], [hidden], inner)
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self._down(self._ops.silu_mul(self._gate_up(x)))
+        return self._down.in_parts(self._gate_up.gated(x))
 
 
 def rope_table(config: ModelConfig, num_positions: int, device: torch.device) -> Tensor:

@@ -41,7 +41,7 @@ class DecoderLayer:
     def __call__(
         self, x: Tensor, residual: Tensor | None, batch: ForwardBatch, kv: KVView, cos_sin: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """The layer's contribution and the residual to add it to, both `[T, N]`."""
+        """The layer's contribution, maybe in parts, and the residual to add it to, `[T, N]`."""
         if residual is None:
             x, residual = self._ops.rms_norm(x, self._norm, self._eps), x
         else:
@@ -74,9 +74,9 @@ class Decoder:
         self._layers = [DecoderLayer(config, weights, ops, i) for i in range(config.num_layers)]
         self._norm = weights.load(["model.norm.weight"], [config.hidden_size])
         if config.tie_word_embeddings:
-            self._head = make_matrix(self._embedding)
+            self._head = make_matrix(ops, self._embedding)
         else:
-            self._head = make_matrix(weights.load(["lm_head.weight"], *size))
+            self._head = make_matrix(ops, weights.load(["lm_head.weight"], *size))
 
     def forward(
         self, batch: ForwardBatch, kv: Sequence[KVView], hooks: LayerHooks | None = None
@@ -90,7 +90,9 @@ class Decoder:
             x, residual = layer(x, residual, batch, kv[index], self._cos_sin)
             if hooks is not None:
                 hooks.save_kv_layer(index)
-        return x if residual is None else x + residual
+        if residual is None:
+            return x
+        return self._ops.add_rms_norm(x, residual, self._norm, self._eps)[1]
 
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         """`[R, N]` hidden states to `[R, V]` float32 logits, into `out` where given."""
