@@ -26,7 +26,14 @@ class Ops(Protocol):
         ...
 
     def store_kv(
-        self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor
+        self,
+        k: Tensor,
+        v: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        slot_mapping: Tensor,
+        k_scale: float = 1.0,
+        v_scale: float = 1.0,
     ) -> None: ...
 
     def paged_prefill_attention(
@@ -40,6 +47,8 @@ class Ops(Protocol):
         scale: float,
         sliding_window: int = 0,
         max_query_len: int = 0,
+        k_scale: float = 1.0,
+        v_scale: float = 1.0,
     ) -> Tensor: ...
 
     def paged_decode_attention(
@@ -52,6 +61,8 @@ class Ops(Protocol):
         scale: float,
         sliding_window: int = 0,
         max_seq_len: int = 0,
+        k_scale: float = 1.0,
+        v_scale: float = 1.0,
     ) -> Tensor: ...
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor: ...
@@ -83,6 +94,8 @@ class Ops(Protocol):
         q_weight: Tensor | None = None,
         k_weight: Tensor | None = None,
         eps: float = 0.0,
+        k_scale: float = 1.0,
+        v_scale: float = 1.0,
     ) -> Tensor: ...
 
     def silu_mul(self, x: Tensor) -> Tensor: ...

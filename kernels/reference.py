@@ -13,20 +13,30 @@ from diptych.kernels.noise import gumbel_noise
 from diptych.kernels.row_inputs import RowInputs
 
 
-def store_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
+def store_kv(
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
+) -> None:
     """Write token t's key and value at cache slot `slot_mapping[t]`, in place.
 
     Args:
         k, v: `[T, H_kv, D]`, last axis contiguous.
         k_cache, v_cache: `[num_blocks, H_kv, block_size, D]`, any strides, last axis contiguous.
         slot_mapping: `[T]` int64, `block * block_size + offset`; -1 skips a padding token.
+        k_scale, v_scale: of a cache of e4m3, which holds key / k_scale and value / v_scale,
+            saturated; 1 for other caches.
     """
     kept = slot_mapping >= 0
     slots = slot_mapping[kept]
     block_size = k_cache.shape[2]
     blocks, offsets = slots // block_size, slots % block_size
-    k_cache[blocks, :, offsets] = k[kept].to(k_cache.dtype)
-    v_cache[blocks, :, offsets] = v[kept].to(v_cache.dtype)
+    k_cache[blocks, :, offsets] = to_cache(k[kept], k_cache.dtype, k_scale)
+    v_cache[blocks, :, offsets] = to_cache(v[kept], v_cache.dtype, v_scale)
 
 
 def paged_prefill_attention(
@@ -39,6 +49,8 @@ def paged_prefill_attention(
     scale: float,
     sliding_window: int = 0,
     max_query_len: int = 0,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
 ) -> Tensor:
     """Causal attention of the last `query_len` tokens of each sequence over its paged KV.
 
@@ -53,6 +65,8 @@ def paged_prefill_attention(
         sliding_window: a query sees only the last `sliding_window` positions, its own included;
             0 for all.
         max_query_len: an upper bound of query lengths, 0 if unknown (a launch hint).
+        k_scale, v_scale: what the cache's keys and values are to be multiplied by, as in
+            `store_kv`. The maths is that of q's type, to which e4m3 converts exactly.
 
     Returns:
         `[T, H, D]` in q's dtype. Softmax and sums in float32. Rows of `q` past the last sequence
@@ -73,7 +87,7 @@ def paged_prefill_attention(
         visible = key_position <= position
         if sliding_window:
             visible &= key_position > position - sliding_window
-        out[start:end] = _attend(q[start:end], k, v, visible, scale)
+        out[start:end] = _attend(q[start:end], k, v, visible, scale * k_scale) * v_scale
     return out
 
 
@@ -86,6 +100,8 @@ def paged_decode_attention(
     scale: float,
     sliding_window: int = 0,
     max_seq_len: int = 0,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
 ) -> Tensor:
     """Attention of one query per sequence, at its last position, over its paged KV.
 
@@ -94,6 +110,7 @@ def paged_decode_attention(
         k_cache, v_cache, block_tables, seq_lens, scale, sliding_window: as in
             `paged_prefill_attention`. A sequence of length 0 gives zeros.
         max_seq_len: an upper bound of sequence lengths, 0 if unknown (a launch hint).
+        k_scale, v_scale: as in `paged_prefill_attention`.
 
     Returns:
         `[S, H, D]` in q's dtype.
@@ -108,7 +125,7 @@ def paged_decode_attention(
         visible = torch.ones(1, seq_len, dtype=torch.bool, device=q.device)
         if sliding_window:
             visible[:, : max(seq_len - sliding_window, 0)] = False
-        out[i : i + 1] = _attend(q[i : i + 1], k, v, visible, scale)
+        out[i : i + 1] = _attend(q[i : i + 1], k, v, visible, scale * k_scale) * v_scale
     return out
 
 
@@ -185,13 +202,15 @@ def rope_store_kv(
     q_weight: Tensor | None = None,
     k_weight: Tensor | None = None,
     eps: float = 0.0,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
 ) -> Tensor:
     """Norm each head's query and key, rotate them, write key and value to the cache.
 
     Args:
         q, k, v: `[T, H, D]`, `[T, H_kv, D]` twice.
         positions, cos_sin: as in `rope`.
-        k_cache, v_cache, slot_mapping: as in `store_kv`.
+        k_cache, v_cache, slot_mapping, k_scale, v_scale: as in `store_kv`.
         q_weight, k_weight: `[D]`, of the norms; None for no norm.
         eps: of the norms.
 
@@ -201,7 +220,7 @@ def rope_store_kv(
     if q_weight is not None and k_weight is not None:
         q, k = rms_norm(q, q_weight, eps), rms_norm(k, k_weight, eps)
     q, k = rope(q, k, positions, cos_sin)
-    store_kv(k, v, k_cache, v_cache, slot_mapping)
+    store_kv(k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale)
     return q
 
 
@@ -295,6 +314,14 @@ def write_rows(
     last_tokens[rows[known]] = new_tokens[known]
     positions[rows] = new_positions
     prompt_lens[rows] = new_prompt_lens
+
+
+def to_cache(x: Tensor, dtype: torch.dtype, scale: float) -> Tensor:
+    """Keys or values as a cache of `dtype` holds them."""
+    if dtype != torch.float8_e4m3fn:
+        return x.to(dtype)
+    most = torch.finfo(dtype).max
+    return (x.float() * (1.0 / scale)).clamp(-most, most).to(dtype)
 
 
 def _read_kv(cache: Tensor, block_table: Tensor, seq_len: int) -> Tensor:

@@ -7,6 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from diptych.kernels.e4m3 import in_type_of
+
 
 @triton.jit
 def _normed(b_x1, b_x2, weight, o_d, m_d, eps, D: tl.constexpr):
@@ -50,6 +52,8 @@ def _rope_store_kv_kernel(
     cos_sin,
     slot_mapping,
     eps,
+    k_factor,
+    v_factor,
     stride_q_token,
     stride_q_head,
     stride_k_token,
@@ -92,10 +96,12 @@ def _rope_store_kv_kernel(
         b_v1 = tl.load(p_v, mask=m_d)
         b_v2 = tl.load(p_v + D // 2, mask=m_d)
         o_slot = (slot // BS) * stride_block + (slot % BS) * stride_slot + i_h * stride_head + o_d
-        tl.store(k_cache + o_slot, b_k1, mask=m_d)
-        tl.store(k_cache + o_slot + D // 2, b_k2, mask=m_d)
-        tl.store(v_cache + o_slot, b_v1, mask=m_d)
-        tl.store(v_cache + o_slot + D // 2, b_v2, mask=m_d)
+        # rounded to the key's type first, as if stored and read again
+        b_k1, b_k2 = b_k1.to(k.dtype.element_ty), b_k2.to(k.dtype.element_ty)
+        tl.store(k_cache + o_slot, in_type_of(k_cache, b_k1, k_factor), mask=m_d)
+        tl.store(k_cache + o_slot + D // 2, in_type_of(k_cache, b_k2, k_factor), mask=m_d)
+        tl.store(v_cache + o_slot, in_type_of(v_cache, b_v1, v_factor), mask=m_d)
+        tl.store(v_cache + o_slot + D // 2, in_type_of(v_cache, b_v2, v_factor), mask=m_d)
 
 
 def rope_store_kv(
@@ -110,6 +116,8 @@ def rope_store_kv(
     q_weight: Tensor | None = None,
     k_weight: Tensor | None = None,
     eps: float = 0.0,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
 ) -> Tensor:
     """Norm each head's query and key, rotate them, write key and value to the cache.
 
@@ -140,6 +148,8 @@ def rope_store_kv(
         cos_sin,
         slot_mapping,
         eps,
+        1.0 / k_scale,
+        1.0 / v_scale,
         q.stride(0),
         q.stride(1),
         k.stride(0),

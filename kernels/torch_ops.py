@@ -63,7 +63,14 @@ class TorchOps:
         self._eps: dict[tuple[float, torch.device], Tensor] = {}
 
     def store_kv(
-        self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor
+        self,
+        k: Tensor,
+        v: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        slot_mapping: Tensor,
+        k_scale: float = 1.0,
+        v_scale: float = 1.0,
     ) -> None:
         def make() -> tuple[Tensor, Tensor, Tensor | None]:
             kept = slot_mapping >= 0
@@ -74,8 +81,8 @@ class TorchOps:
         blocks, offsets, kept = self._slots.get(size, (slot_mapping,), make)
         if kept is not None:
             k, v = k[kept], v[kept]
-        k_cache[blocks, :, offsets] = k.to(k_cache.dtype)
-        v_cache[blocks, :, offsets] = v.to(v_cache.dtype)
+        k_cache[blocks, :, offsets] = reference.to_cache(k, k_cache.dtype, k_scale)
+        v_cache[blocks, :, offsets] = reference.to_cache(v, v_cache.dtype, v_scale)
 
     def paged_prefill_attention(
         self,
@@ -88,6 +95,8 @@ class TorchOps:
         scale: float,
         sliding_window: int = 0,
         max_query_len: int = 0,
+        k_scale: float = 1.0,
+        v_scale: float = 1.0,
     ) -> Tensor:
         shape = AttentionShape(q.shape[1], k_cache.shape[1], k_cache.shape[2], sliding_window)
         plan = self._attention.get(
@@ -95,7 +104,8 @@ class TorchOps:
             (block_tables, query_start_loc, seq_lens),
             lambda: plan_attention(shape, block_tables, query_start_loc.tolist(), seq_lens),
         )
-        return _attend(plan, q, k_cache, v_cache, scale)
+        out = _attend(plan, q, k_cache, v_cache, scale * k_scale)
+        return out if v_scale == 1.0 else out * v_scale
 
     def paged_decode_attention(
         self,
@@ -107,6 +117,8 @@ class TorchOps:
         scale: float,
         sliding_window: int = 0,
         max_seq_len: int = 0,
+        k_scale: float = 1.0,
+        v_scale: float = 1.0,
     ) -> Tensor:
         shape = AttentionShape(q.shape[1], k_cache.shape[1], k_cache.shape[2], sliding_window)
         plan = self._attention.get(
@@ -114,7 +126,8 @@ class TorchOps:
             (block_tables, seq_lens),
             lambda: plan_attention(shape, block_tables, None, seq_lens),
         )
-        return _attend(plan, q, k_cache, v_cache, scale)
+        out = _attend(plan, q, k_cache, v_cache, scale * k_scale)
+        return out if v_scale == 1.0 else out * v_scale
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         if x.dtype != torch.float32:
@@ -160,12 +173,14 @@ class TorchOps:
         q_weight: Tensor | None = None,
         k_weight: Tensor | None = None,
         eps: float = 0.0,
+        k_scale: float = 1.0,
+        v_scale: float = 1.0,
     ) -> Tensor:
         if q_weight is not None and k_weight is not None:
             q = self.rms_norm(q.contiguous(), q_weight, eps)
             k = self.rms_norm(k.contiguous(), k_weight, eps)
         q, k = self.rope(q, k, positions, cos_sin)
-        self.store_kv(k, v, k_cache, v_cache, slot_mapping)
+        self.store_kv(k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale)
         return q
 
     def silu_mul(self, x: Tensor) -> Tensor:
@@ -210,8 +225,8 @@ def _attend_singles(
     num_kv_heads, head_dim = k_cache.shape[1], k_cache.shape[3]
     batch = plan.count * num_kv_heads
     # [n * H_kv, c, D]
-    k = _gather(k_cache, plan.blocks).view(batch, -1, head_dim)
-    v = _gather(v_cache, plan.blocks).view(batch, -1, head_dim)
+    k = _gather(k_cache, plan.blocks).view(batch, -1, head_dim).float()
+    v = _gather(v_cache, plan.blocks).view(batch, -1, head_dim).float()
     if plan.span is not None:
         k, v = k[:, slice(*plan.span)], v[:, slice(*plan.span)]
     if plan.dead is not None:
@@ -221,9 +236,9 @@ def _attend_singles(
     grouped = q.reshape(batch, -1, head_dim).float()
     bias = grouped[:, :, :1] if plan.bias is None else plan.bias
     scores = torch.baddbmm(
-        bias, grouped, k.float().transpose(1, 2), beta=0 if plan.bias is None else 1, alpha=scale
+        bias, grouped, k.transpose(1, 2), beta=0 if plan.bias is None else 1, alpha=scale
     )
-    return torch.bmm(scores.softmax(-1), v.float()).view(q.shape).to(q.dtype)
+    return torch.bmm(scores.softmax(-1), v).view(q.shape).to(q.dtype)
 
 
 def _attend_many(

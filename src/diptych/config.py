@@ -63,6 +63,9 @@ class EngineConfig:
     dtype: str = _flag(
         "auto", "auto (the model's on GPUs, float32 on CPUs), float32, bfloat16, float16"
     )
+    kv_cache_dtype: str = _flag(
+        "auto", "type that KV is kept in: auto (as dtype), or fp8 = fp8_e4m3 (half of bfloat16)"
+    )
     device: str = _flag("auto", "auto, cpu or cuda")
     load_format: str = _flag("auto", "auto or dummy (random weights)")
     seed: int = _flag(0, "seed of random weights and of requests that bring none, offline")
@@ -88,6 +91,7 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         check_one_of("dtype", self.dtype, ("auto", "float32", "bfloat16", "float16"))
+        check_one_of("kv_cache_dtype", self.kv_cache_dtype, ("auto", "fp8", "fp8_e4m3"))
         check_one_of("load_format", self.load_format, ("auto", "dummy"))
         check_one_of("scheduling_policy", self.scheduling_policy, ("fcfs", "priority"))
         check_one_of("attention_backend", self.attention_backend, ("auto", "torch", "triton"))

@@ -17,6 +17,7 @@ POINTERS = {
     torch.float32: "*fp32",
     torch.bfloat16: "*bf16",
     torch.float16: "*fp16",
+    torch.float8_e4m3fn: "*fp8e4nv",
     torch.int32: "*i32",
     torch.int64: "*i64",
 }
@@ -62,6 +63,10 @@ def launch_all(dtype: torch.dtype, heads: int, kv_heads: int, dim: int, size: in
     ops.rope_store_kv(q, k, k, positions, table, k_cache, v_cache, positions)
     norms = (empty(dim), empty(dim), 1e-5)
     ops.rope_store_kv(q, k, k, positions, table, k_cache, v_cache, positions, *norms)
+    eights = empty(*cache.shape, dtype=torch.float8_e4m3fn)
+    eights = (eights[:, :, 1, 0], eights[:, :, 1, 1])
+    ops.store_kv(k, k, *eights, positions, 0.5, 2.0)
+    ops.rope_store_kv(q, k, k, positions, table, *eights, positions, *norms, 0.5, 2.0)
     ops.rms_norm(q, empty(dim), 1e-5)
     ops.add_rms_norm(empty(tokens, 512), empty(tokens, 512), empty(512), 1e-5)
     ops.silu_mul(empty(tokens, 1024))

@@ -15,13 +15,14 @@ def _repair_interpreter() -> None:
     """Make Triton 3.6's interpreter compute what a GPU does.
 
     It takes loop bounds by `int(array of one)`, which numpy 2.4 refuses; it truncates to bfloat16
-    instead of rounding; and it multiplies matrices of bfloat16 as the integers that hold them.
+    and to e4m3 instead of rounding; and it multiplies matrices of bfloat16 as the integers that
+    hold them.
     """
     from triton.runtime import interpreter
 
     patch_tensor = interpreter._patch_lang_tensor
     builder = interpreter.InterpreterBuilder
-    cast, dot = builder.cast_impl, builder.create_dot
+    cast, dot, convert = builder.cast_impl, builder.create_dot, interpreter._convert_float
     handle, tl = interpreter.TensorHandle, interpreter.tl
 
     def patch_tensor_index(tensor: type, scope: Any) -> None:
@@ -34,12 +35,26 @@ def _repair_interpreter() -> None:
             return handle(data.view(torch.uint16).numpy(), tl.bfloat16)
         return cast(self, source, target)
 
+    def convert_rounding(data: Any, source: Any, target: Any, rounding: Any) -> Any:
+        if tl.float8e4nv not in (source, target):
+            return convert(data, source, target, rounding)
+        types = {
+            tl.float8e4nv: (torch.uint8, torch.float8_e4m3fn),
+            tl.bfloat16: (torch.uint16, torch.bfloat16),
+            tl.float16: (torch.uint16, torch.float16),
+            tl.float32: (torch.uint32, torch.float32),
+        }
+        (_, kind), (raw, wanted) = types[source], types[target]
+        bits = np.ascontiguousarray(data).view(f"uint{source.primitive_bitwidth}")
+        return torch.from_numpy(bits).view(kind).to(wanted).view(raw).numpy()
+
     def dot_of_floats(self: Any, a: Any, b: Any, *args: Any) -> Any:
         if a.dtype.scalar == tl.bfloat16:
             a, b = (cast(self, operand, tl.float32) for operand in (a, b))
         return dot(self, a, b, *args)
 
     interpreter._patch_lang_tensor = patch_tensor_index
+    interpreter._convert_float = convert_rounding
     builder.cast_impl = cast_rounding
     builder.create_dot = dot_of_floats
 

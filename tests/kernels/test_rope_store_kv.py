@@ -41,6 +41,27 @@ def test_agrees_with_its_parts(
     assert torch.equal(ours[:, :, 1, 1].nan_to_num(), theirs[:, :, 1, 1].nan_to_num())
 
 
+def test_a_cache_of_e4m3_gets_what_its_parts_give(device) -> None:
+    torch.manual_seed(0)
+    qkv = torch.randn(30, 8, 64, device=device).bfloat16() * 8
+    q, k, v = qkv.split([4, 2, 2], dim=1)
+    cos_sin = torch.randn(300, 64, device=device)
+    positions, slots = torch.randint(300, (2, 30), device=device).unbind()
+    slots = torch.randperm(64, device=device)[:30]
+    ours = torch.zeros(4, 2, 1, 2, 16, 64, device=device).to(torch.float8_e4m3fn)
+    theirs = ours.clone()
+    scales = {"k_scale": 0.05, "v_scale": 3.0}
+
+    for op, kv in ((rope_store_kv, ours), (reference.rope_store_kv, theirs)):
+        views = kv[:, :, 0, 0], kv[:, :, 0, 1]
+        op(q, k, v, positions, cos_sin, *views, slots, **scales)
+
+    # a rounding of the rotation may move a key to the next number: 2**-3 apart at most
+    torch.testing.assert_close(ours.float(), theirs.float(), rtol=0.13, atol=0.02)
+    assert torch.equal(ours[:, :, :, 1].float(), theirs[:, :, :, 1].float())
+    assert (ours[:, :, :, 0].float() != theirs[:, :, :, 0].float()).float().mean() < 0.01
+
+
 def test_no_tokens_write_nothing(device) -> None:
     kv = torch.zeros(2, 1, 1, 2, 16, 64, device=device)
     empty = torch.zeros(0, 1, 64, device=device)

@@ -29,6 +29,27 @@ def test_store_kv_matches_reference(tokens, heads, dim, block_size, dtype, devic
     torch.testing.assert_close(ours, theirs, rtol=0, atol=0, equal_nan=True)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_a_cache_of_e4m3_holds_scaled_and_saturated_values(dtype, device) -> None:
+    torch.manual_seed(0)
+    k, v = torch.randn(2, 20, 3, 64, device=device).to(dtype).unbind()
+    k[0, 0, :4] = torch.tensor([1e4, -1e4, torch.inf, -torch.inf])
+    # below the least normal number, and half-way between neighbours
+    k[1, 0, :4] = torch.tensor([0.25, 2.0**-8, 2.0**-10, 1.0625]) * 0.25
+    slots = torch.randperm(64, device=device)[:20]
+    ours = torch.zeros(4, 3, 1, 2, 16, 64, device=device).to(torch.float8_e4m3fn)
+    theirs = ours.clone()
+
+    store_kv(k, v, ours[:, :, 0, 0], ours[:, :, 0, 1], slots, 0.25, 3.0)
+    reference.store_kv(k, v, theirs[:, :, 0, 0], theirs[:, :, 0, 1], slots, 0.25, 3.0)
+
+    assert torch.equal(ours.float(), theirs.float())
+    block, offset = divmod(int(slots[0]), 16)
+    assert ours[block, 0, 0, 0, offset, :4].float().tolist() == [448.0, -448.0, 448.0, -448.0]
+    block, offset = divmod(int(slots[1]), 16)
+    assert ours[block, 0, 0, 0, offset, :4].float().tolist() == [0.25, 2.0**-8, 0.0, 1.0]
+
+
 def test_no_tokens_write_nothing(device) -> None:
     kv = torch.zeros(2, 1, 1, 2, 16, 64, device=device)
     empty = torch.zeros(0, 1, 64, device=device)

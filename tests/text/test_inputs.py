@@ -58,7 +58,7 @@ def test_arguments_of_the_field_become_a_config() -> None:
     ("arguments", "error", "message"),
     [
         ({"tensor_parallel_size": 2}, UnsupportedFeatureError, "tensor_parallel_size=2"),
-        ({"quantization": "fp8"}, UnsupportedFeatureError, "quantization='fp8'"),
+        ({"enable_lora": True}, UnsupportedFeatureError, "enable_lora=True"),
         ({"speculative_config": {}}, UnsupportedFeatureError, "speculative_config"),
         ({"max_modle_len": 10}, ConfigError, "unknown argument 'max_modle_len'"),
         ({"dtype": "int3"}, ConfigError, "dtype must be one of"),

@@ -42,6 +42,9 @@ class _SavedWeights:
             self._write_shard()
         return fused
 
+    def number(self, name: str) -> float:
+        return self._weights.number(name)
+
     def finish(self) -> None:
         """Write what is left, and the index."""
         if self._shard:

@@ -17,7 +17,7 @@ from diptych.engine.request import KVObject
 from diptych.errors import ConfigError
 from diptych.hashing import PAGE_TOKENS
 
-ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
 
 
 class TokenRange(NamedTuple):

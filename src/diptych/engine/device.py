@@ -48,6 +48,27 @@ def choose_dtype(name: str, model: ModelConfig, device: torch.device) -> torch.d
     return dtype
 
 
+def choose_kv_dtype(name: str, dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """The type that keys and values are kept in; `auto` is the type to compute in.
+
+    Raises:
+        ConfigError: the GPU has no such type.
+    """
+    if name == "auto":
+        return dtype
+    require_e4m3("kv_cache_dtype", name, device)
+    return torch.float8_e4m3fn
+
+
+def require_e4m3(argument: str, value: str, device: torch.device) -> None:
+    """Raise ConfigError on a GPU without e4m3; CPUs emulate it."""
+    if device.type == "cuda" and (found := torch.cuda.get_device_capability(device)) < (8, 9):
+        raise ConfigError(
+            f"{argument} {value} needs a GPU of compute capability 8.9 or more, not "
+            f"{found[0]}.{found[1]} ({torch.cuda.get_device_name(device)})"
+        )
+
+
 def choose_max_model_len(config: EngineConfig, model: ModelConfig) -> int:
     """The longest prompt plus output.
 

@@ -16,6 +16,7 @@ from diptych.engine.captured_decode import CapturedDecode, capture_decode
 from diptych.engine.device import (
     choose_device,
     choose_dtype,
+    choose_kv_dtype,
     choose_max_model_len,
     dtype_name,
     set_up,
@@ -53,6 +54,7 @@ class UniprocExecutor:
         set_up(config, self._device)
         self.model_config = ModelConfig.from_directory(resolve_model(config.model, config.revision))
         self.dtype = choose_dtype(config.dtype, self.model_config, self._device)
+        self._kv_dtype = choose_kv_dtype(config.kv_cache_dtype, self.dtype, self._device)
         self.max_model_len = choose_max_model_len(config, self.model_config)
         self._config = replace(
             with_device_defaults(config, self._device), max_model_len=self.max_model_len
@@ -65,13 +67,14 @@ class UniprocExecutor:
         self._layout = self._size_kv_cache(model)
         self._runner: ModelRunner | None = self._make_runner(model, ops)
         _log.info(
-            "loaded %s (%s) on %s in %.1f s: %d KV blocks of %d tokens",
+            "loaded %s (%s) on %s in %.1f s: %d KV blocks of %d tokens (%s)",
             self.model_config.path.name,
-            self._layout.dtype,
+            dtype_name(self.dtype),
             self._device,
             time.monotonic() - started,
             self._layout.num_blocks,
             self._layout.block_size,
+            self._layout.dtype,
         )
 
     @property
@@ -107,12 +110,11 @@ class UniprocExecutor:
 
     def _digest(self) -> bytes:
         dummy = self._config.load_format == "dummy"
-        name = dtype_name(self.dtype)
         return kv_namespace(
             self.model_config,
             [] if dummy else weight_files(self.model_config.path),
-            dtype=name,
-            kv_dtype=name,
+            dtype=dtype_name(self.dtype),
+            kv_dtype=dtype_name(self._kv_dtype),
             # devices draw other numbers from one seed
             seed=f"{self._config.seed} on {self._device.type}" if dummy else None,
         )
@@ -141,7 +143,7 @@ class UniprocExecutor:
             num_layers=config.num_layers,
             block_size=self._config.block_size or 16,
             head_dim=config.head_dim,
-            dtype=dtype_name(self.dtype),
+            dtype=dtype_name(self._kv_dtype),
         )
         if self._config.num_kv_blocks is not None:
             budget = (0, "")

@@ -80,6 +80,7 @@ class Attention:
         self._qkv = load_matrix(ops, weights, names, self._rows, config.hidden_size)
         out = [f"{prefix}.o_proj"]
         self._out = load_matrix(ops, weights, out, [config.hidden_size], heads * dim)
+        self._kv_scales = _kv_scales(weights, prefix)
         self._q_norm = self._k_norm = None
         if config.qk_norm:
             self._q_norm = weights.load([f"{prefix}.q_norm.weight"], [dim])
@@ -105,6 +106,7 @@ class Attention:
             self._q_norm,
             self._k_norm,
             self._eps,
+            **self._scales(kv),
         )
         return self._out.in_parts(self._attend(q, batch, kv).reshape(tokens, -1))
 
@@ -119,6 +121,7 @@ class Attention:
                 self._scale,
                 self._window,
                 batch.max_seq_len,
+                **self._scales(kv),
             )
         return self._ops.paged_prefill_attention(
             q,
@@ -130,7 +133,12 @@ class Attention:
             self._scale,
             self._window,
             batch.max_query_len,
+            **self._scales(kv),
         )
+
+    def _scales(self, kv: KVView) -> dict[str, float]:
+        """Of a cache of e4m3; others keep keys and values as they are."""
+        return self._kv_scales if kv.k.dtype == torch.float8_e4m3fn else {}
 
 
 class MLP:
@@ -144,6 +152,18 @@ class MLP:
 
     def __call__(self, x: Tensor) -> Tensor:
         return self._down.in_parts(self._gate_up.gated(x))
+
+
+def _kv_scales(weights: Weights, prefix: str) -> dict[str, float]:
+    """What a checkpoint's keys and values are to be divided by before they become e4m3, else 1."""
+    scales = {}
+    for kind in ("k", "v"):
+        # the field's names, newest first
+        for name in (f"{kind}_scale", f"{kind}_proj.{kind}_scale", f"{kind}_proj.output_scale"):
+            if f"{prefix}.{name}" in weights:
+                scales[f"{kind}_scale"] = weights.number(f"{prefix}.{name}")
+                break
+    return scales
 
 
 def rope_table(config: ModelConfig, num_positions: int, device: torch.device) -> Tensor:

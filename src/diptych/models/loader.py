@@ -39,6 +39,14 @@ class Weights(Protocol):
         """
         ...
 
+    def number(self, name: str) -> float:
+        """The one number of tensor `name`.
+
+        Raises:
+            ModelLoadError: the tensor is missing or holds something else.
+        """
+        ...
+
 
 class SafetensorsWeights:
     """The tensors of a model directory; a context manager that holds its files open."""
@@ -78,11 +86,20 @@ class SafetensorsWeights:
             self._read(name, (count, *columns), part)
         return fused
 
+    def number(self, name: str) -> float:
+        shape = self._file_of(name).places[name].shape
+        value = torch.empty(1, dtype=torch.float32, device=self._device)
+        self._read(name, shape if shape in ((), (1,)) else (1,), value)
+        return float(value)
+
+    def _file_of(self, name: str) -> SafetensorsFile:
+        if name not in self._files:
+            raise ModelLoadError(f"{self._directory} has no tensor {name}")
+        return self._files[name]
+
     def _read(self, name: str, shape: tuple[int, ...], part: Tensor) -> None:
         """Fill `part` with the tensor: from the file straight to its place where types agree."""
-        file = self._files.get(name)
-        if file is None:
-            raise ModelLoadError(f"{self._directory} has no tensor {name}")
+        file = self._file_of(name)
         self._unread.discard(name)
         place = file.places[name]
         dtype = DTYPES.get(place.dtype)
@@ -115,6 +132,8 @@ class DummyWeights:
         self._generator = torch.Generator(device).manual_seed(seed)
 
     def __contains__(self, name: str) -> bool:
+        if name.endswith("_scale"):
+            return False
         qkv = ("q_proj.bias", "k_proj.bias", "v_proj.bias")
         return self._biases and name.endswith(qkv) if name.endswith(".bias") else True
 
@@ -124,6 +143,9 @@ class DummyWeights:
             return torch.ones(shape, dtype=self._dtype, device=self._device)
         weights = torch.empty(shape, dtype=self._dtype, device=self._device)
         return weights.normal_(0.0, 1.0 / math.sqrt(columns[-1]), generator=self._generator)
+
+    def number(self, name: str) -> float:
+        raise ModelLoadError(f"random weights have no tensor {name}")
 
 
 def weight_files(directory: Path) -> list[Path]:
