@@ -12,7 +12,17 @@ from typing import Any
 from diptych.config_sources import Settings, add_flags, load
 from diptych.errors import DiptychError
 
-_BENCHES = ("latency", "throughput", "ladder", "startup", "kernels", "kvstore", "up")
+_BENCHES = (
+    "latency",
+    "throughput",
+    "ladder",
+    "mixed",
+    "blocks",
+    "startup",
+    "kernels",
+    "kvstore",
+    "up",
+)
 
 
 def main(argv: list[str] | None = None) -> int:

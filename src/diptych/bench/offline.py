@@ -91,17 +91,22 @@ def model_directory(args: argparse.Namespace) -> Path:
     return _SHAPES / name
 
 
-def make_llm(args: argparse.Namespace, **changes: Any) -> LLM:
-    """The engine that the flags describe; `changes` come before them."""
-    directory = model_directory(args)
+def engine_arguments(args: argparse.Namespace, **changes: Any) -> dict[str, Any]:
+    """Keyword arguments of the engine that the flags describe; `changes` come before them."""
     flags = vars(args)
     names = {field.name for field in dataclasses.fields(EngineConfig)} - {"model"}
     arguments = {name: flags[name] for name in names & flags.keys()}
     given = {name: flags.get(_ENGINE_DEST + name) for name in names}
     others = build(EngineConfig, {k: v for k, v in given.items() if v is not None}, "engine")
     arguments |= {k: getattr(others, k) for k, v in given.items() if v is not None}
+    return arguments | changes
+
+
+def make_llm(args: argparse.Namespace, **changes: Any) -> LLM:
+    """The engine that the flags describe; `changes` come before them."""
+    directory = model_directory(args)
     skip = not (directory / "tokenizer.json").exists()
-    return LLM(str(directory), skip_tokenizer_init=skip, **(arguments | changes))
+    return LLM(str(directory), skip_tokenizer_init=skip, **engine_arguments(args, **changes))
 
 
 def random_prompts(
