@@ -7,6 +7,7 @@ second run with `--model DIR` measures loading as it will be.
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import time
 from collections.abc import Callable
@@ -50,6 +51,8 @@ def main(args: argparse.Namespace) -> int:
     """Measure, print, report."""
     if args.write_weights is not None:
         return _write_weights(args)
+    # the engine says how long each stage of its start took
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
     llm, start_up = timed_start(lambda: make_llm(args))
     with llm:
         device = llm.device

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import logging
-import time
 from dataclasses import replace
 
 import torch
@@ -27,6 +26,7 @@ from diptych.engine.input_batch import InputBatch
 from diptych.engine.kv_cache import allocate, cpu_kv_bytes, gpu_kv_bytes, num_kv_blocks
 from diptych.engine.runner import ModelRunner
 from diptych.engine.step import ModelRunnerOutput, SchedulerOutput, StepHandle
+from diptych.engine.stopwatch import Stopwatch
 from diptych.engine.warm_up import decode_memory, peak_memory, warm_up
 from diptych.errors import EngineError, ModelLoadError
 from diptych.kernels.dispatch import Ops, select_ops
@@ -48,7 +48,7 @@ class UniprocExecutor:
     """
 
     def __init__(self, config: EngineConfig, connector: KVConnectorWorker | None = None) -> None:
-        started = time.monotonic()
+        self._watch = Stopwatch()
         self._connector = connector
         self._device = choose_device(config.device)
         set_up(config, self._device)
@@ -63,15 +63,17 @@ class UniprocExecutor:
         ops = select_ops(self._device, config.attention_backend)
         on_gpu = self._device.type == "cuda"
         self._captures = on_gpu and ops.capturable and not config.enforce_eager
-        model = self._load_model(ops)
-        self._layout = self._size_kv_cache(model)
+        with self._watch.stage("weights"):
+            model = self._load_model(ops)
+        with self._watch.stage("sizing"):
+            self._layout = self._size_kv_cache(model)
         self._runner: ModelRunner | None = self._make_runner(model, ops)
         _log.info(
             "loaded %s (%s) on %s in %.1f s: %d KV blocks of %d tokens (%s)",
             self.model_config.path.name,
             dtype_name(self.dtype),
             self._device,
-            time.monotonic() - started,
+            self._watch,
             self._layout.num_blocks,
             self._layout.block_size,
             self._layout.dtype,
@@ -81,6 +83,11 @@ class UniprocExecutor:
     def config(self) -> EngineConfig:
         """The configuration, with what depends on device and model filled in."""
         return self._config
+
+    @property
+    def start_s(self) -> dict[str, float]:
+        """Seconds of each stage of the start, in their order."""
+        return dict(self._watch.seconds)
 
     @property
     def kv_layout(self) -> KVLayout:
@@ -165,7 +172,8 @@ class UniprocExecutor:
 
     def _make_runner(self, model: Decoder, ops: Ops) -> ModelRunner:
         kv_cache = allocate(self._layout, self._device)
-        warm_up(model, kv_cache, self._layout, self.max_model_len)
+        with self._watch.stage("warm-up"):
+            warm_up(model, kv_cache, self._layout, self.max_model_len)
         batch = InputBatch(
             self._config.max_num_seqs or 1,
             self.max_model_len,
@@ -179,14 +187,15 @@ class UniprocExecutor:
     def _capture(
         self, model: Decoder, ops: Ops, kv_cache: Tensor, batch: InputBatch
     ) -> CapturedDecode:
-        captured = capture_decode(
-            model,
-            ops,
-            kv_cache,
-            batch,
-            vocab_size=self.model_config.vocab_size,
-            max_model_len=self.max_model_len,
-            capture=GraphPool(self._device),
-        )
+        with self._watch.stage("graphs"):
+            captured = capture_decode(
+                model,
+                ops,
+                kv_cache,
+                batch,
+                vocab_size=self.model_config.vocab_size,
+                max_model_len=self.max_model_len,
+                capture=GraphPool(self._device),
+            )
         torch.cuda.empty_cache()
         return captured
