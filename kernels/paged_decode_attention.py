@@ -50,6 +50,7 @@ def _paged_decode_kernel(
     seq_lens,
     splits,
     scale_log2,
+    v_scale,
     stride_q_seq,
     stride_q_head,
     stride_block,
@@ -99,15 +100,15 @@ def _paged_decode_kernel(
         # [BN, BD]
         b_k = tl.load(p_k + o_kv[:, None] + o_d[None, :], mask=m_kv, other=0.0)
         # [BM, BN]
-        b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee")
+        b_s = tl.dot(b_q, tl.trans(b_k.to(b_q.dtype)), input_precision="ieee")
         b_s = tl.where(m_n[None, :], b_s, float("-inf"))
         b_p, b_factor, b_m, b_l = online_softmax(b_s, b_m, b_l, scale_log2)
         b_v = tl.load(p_v + o_kv[:, None] + o_d[None, :], mask=m_kv, other=0.0)
         b_acc = b_acc * b_factor[:, None]
-        b_acc = tl.dot(b_p.to(b_v.dtype), b_v, b_acc, input_precision="ieee")
+        b_acc = tl.dot(b_p.to(b_q.dtype), b_v.to(b_q.dtype), b_acc, input_precision="ieee")
 
     b_sum = tl.where(b_l == 0.0, 1.0, b_l)
-    b_acc = b_acc / b_sum[:, None]
+    b_acc = b_acc * (v_scale / b_sum)[:, None]
     o_row = i_s * H + o_head
     if SPLIT:
         o_partial = o_row * splits + i_split
@@ -159,6 +160,8 @@ def paged_decode_attention(
     scale: float,
     sliding_window: int = 0,
     max_seq_len: int = 0,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
     *,
     num_splits: int | None = None,
     min_split: int = MIN_SPLIT,
@@ -202,7 +205,8 @@ def paged_decode_attention(
         block_tables,
         seq_lens,
         splits,
-        scale * math.log2(math.e),
+        scale * k_scale * math.log2(math.e),
+        v_scale,
         q.stride(0),
         q.stride(1),
         k_cache.stride(0),

@@ -61,7 +61,7 @@ def _attend_tiles(
         # [BN, BD]
         b_k = tl.load(p_k + o_kv[:, None] + o_d[None, :], mask=m_kv, other=0.0)
         # [BM, BN]
-        b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee")
+        b_s = tl.dot(b_q, tl.trans(b_k.to(b_q.dtype)), input_precision="ieee")
         if MASKED:
             m_seen = (o_n[None, :] <= o_position[:, None]) & m_n[None, :]
             if WINDOW > 0:
@@ -71,7 +71,7 @@ def _attend_tiles(
         b_v = tl.load(p_v + o_kv[:, None] + o_d[None, :], mask=m_kv, other=0.0)
         # [BM, BD]
         b_acc = b_acc * b_factor[:, None]
-        b_acc = tl.dot(b_p.to(b_v.dtype), b_v, b_acc, input_precision="ieee")
+        b_acc = tl.dot(b_p.to(b_q.dtype), b_v.to(b_q.dtype), b_acc, input_precision="ieee")
     return b_acc, b_m, b_l
 
 
@@ -86,6 +86,7 @@ def _paged_prefill_kernel(
     seq_lens,
     num_seqs,
     scale_log2,
+    v_scale,
     stride_q_token,
     stride_q_head,
     stride_out_token,
@@ -145,7 +146,7 @@ def _paged_prefill_kernel(
         b_acc, b_m, b_l, b_q, p_k, p_v, p_table, o_position, first, last, seq_len, scale_log2,
         stride_block, stride_slot, D, BS, BN, BD, WINDOW, True,
     )  # fmt: skip
-    b_out = b_acc / tl.where(b_l == 0.0, 1.0, b_l)[:, None]
+    b_out = b_acc * (v_scale / tl.where(b_l == 0.0, 1.0, b_l))[:, None]
     p_out = out + o_token[:, None] * stride_out_token + o_head[:, None] * D + o_d[None, :]
     tl.store(p_out, b_out, mask=m_q)
 
@@ -160,6 +161,8 @@ def paged_prefill_attention(
     scale: float,
     sliding_window: int = 0,
     max_query_len: int = 0,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
     *,
     tiles: PrefillTiles | None = None,
 ) -> Tensor:
@@ -194,7 +197,8 @@ def paged_prefill_attention(
         query_start_loc,
         seq_lens,
         num_seqs,
-        scale * math.log2(math.e),
+        scale * k_scale * math.log2(math.e),
+        v_scale,
         q.stride(0),
         q.stride(1),
         out.stride(0),

@@ -80,11 +80,10 @@ def launch_all(dtype: torch.dtype, heads: int, kv_heads: int, dim: int, size: in
     inputs = ops.read_rows(rows, *state, tables, size, 32)
     ops.advance_rows(rows, inputs.input_ids, rows, rows, rows)
     ops.write_rows(rows, *state, *state)
-    for hint in (0, 1):
-        ops.paged_prefill_attention(q, k_cache, v_cache, tables, starts, lengths, 0.1, window, hint)
-        ops.paged_decode_attention(
-            q[:8], k_cache, v_cache, tables, lengths, 0.1, window, hint * 100
-        )
+    for hint, kind in ((0, dtype), (1, dtype), (0, torch.float8_e4m3fn)):
+        kv = k_cache.to(kind), v_cache.to(kind), tables
+        ops.paged_prefill_attention(q, *kv, starts, lengths, 0.1, window, hint)
+        ops.paged_decode_attention(q[:8], *kv, lengths, 0.1, window, hint * 100)
 
 
 if __name__ == "__main__":

@@ -10,14 +10,15 @@ module = pytest.importorskip("diptych.kernels.paged_decode_attention")
 LENGTHS = [1, 63, 0, 64, 65, 200]
 
 
-def check(kv, group, dtype, window=0, **options) -> None:
+def check(kv, group, dtype, window=0, scales=(1.0, 1.0), **options) -> None:
     heads, dim = kv.k_cache.shape[1] * group, kv.k_cache.shape[3]
     device = kv.seq_lens.device
     # a slice of a wider projection, as the model has it
     q = torch.randn(len(kv.seq_lens), 2 * heads, dim, device=device).to(dtype)[:, :heads]
     args = (q, kv.k_cache, kv.v_cache, kv.block_tables, kv.seq_lens, dim**-0.5, window)
-    ours = module.paged_decode_attention(*args, **options)
-    theirs = reference.paged_decode_attention(*args)
+    scaled = {"k_scale": scales[0], "v_scale": scales[1]}
+    ours = module.paged_decode_attention(*args, **options, **scaled)
+    theirs = reference.paged_decode_attention(*args, **scaled)
     tolerance = 2e-5 if dtype == torch.float32 else 2e-2
     torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
 
@@ -62,6 +63,13 @@ def test_the_splits_chosen_for_a_hint_or_none_agree(paged_kv) -> None:
 def test_fp16_and_a_cache_with_the_head_inside_the_slot(paged_kv) -> None:
     kv = paged_kv([65, 3], 3, 64, 16, torch.float16, slot_outermost=True)
     check(kv, 1, torch.float16, num_splits=2, min_split=64)
+
+
+@pytest.mark.parametrize("splits", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_keys_and_values_of_8_bits_are_scaled(paged_kv, dtype, splits) -> None:
+    kv = paged_kv(LENGTHS, 2, 64, 16, torch.float8_e4m3fn)
+    check(kv, 2, dtype, scales=(0.5, 3.0), num_splits=splits, min_split=64)
 
 
 @pytest.mark.parametrize(

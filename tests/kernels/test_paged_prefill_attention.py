@@ -8,15 +8,16 @@ from diptych.kernels import reference
 module = pytest.importorskip("diptych.kernels.paged_prefill_attention")
 
 
-def check(kv, queries, group, dtype, padding=0, **options) -> None:
+def check(kv, queries, group, dtype, padding=0, scales=(1.0, 1.0), **options) -> None:
     heads, dim = kv.k_cache.shape[1] * group, kv.k_cache.shape[3]
     device, total = kv.seq_lens.device, sum(queries)
     # a slice of a wider projection, as the model has it
     q = torch.randn(total + padding, 2 * heads, dim, device=device).to(dtype)[:, :heads]
     starts = torch.tensor([0, *queries], device=device).cumsum(0).int()
     args = (q, kv.k_cache, kv.v_cache, kv.block_tables, starts, kv.seq_lens, dim**-0.5)
-    ours = module.paged_prefill_attention(*args, **options)
-    theirs = reference.paged_prefill_attention(*args)
+    scaled = {"k_scale": scales[0], "v_scale": scales[1]}
+    ours = module.paged_prefill_attention(*args, **options, **scaled)
+    theirs = reference.paged_prefill_attention(*args, **scaled)
     tolerance = 2e-5 if dtype == torch.float32 else 2e-2
     torch.testing.assert_close(ours[:total], theirs[:total], rtol=tolerance, atol=tolerance)
 
@@ -66,3 +67,9 @@ def test_fp16_and_a_cache_with_the_head_inside_the_slot(paged_kv) -> None:
 
 def test_a_wide_head(paged_kv) -> None:
     check(paged_kv([20], 1, 256, 16, torch.bfloat16), [20], 2, torch.bfloat16)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_keys_and_values_of_8_bits_are_scaled(paged_kv, dtype) -> None:
+    kv = paged_kv([40, 21], 2, 64, 16, torch.float8_e4m3fn)
+    check(kv, [40, 3], 2, dtype, scales=(0.5, 3.0))

@@ -53,6 +53,21 @@ def test_prefill_attention(paged_kv, queries, lengths, window, dtype) -> None:
     close(TorchOps().paged_prefill_attention(q, *args), reference.paged_prefill_attention(q, *args))
 
 
+def test_keys_and_values_of_8_bits_are_scaled(paged_kv) -> None:
+    kv = paged_kv([40, 1, 21], 2, 64, 16, torch.float8_e4m3fn)
+    starts = torch.tensor([0, 40, 41, 44], dtype=torch.int32, device=kv.seq_lens.device)
+    q = torch.randn(44, 4, 64, device=kv.seq_lens.device)
+    args = (kv.k_cache, kv.v_cache, kv.block_tables)
+    scales = {"k_scale": 0.5, "v_scale": 3.0}
+    for attend in ("paged_prefill_attention", "paged_decode_attention"):
+        rest = (starts, kv.seq_lens, 0.1) if "prefill" in attend else (kv.seq_lens, 0.1)
+        queries = q if "prefill" in attend else q[:3]
+        close(
+            getattr(TorchOps(), attend)(queries, *args, *rest, **scales),
+            getattr(reference, attend)(queries, *args, *rest, **scales),
+        )
+
+
 def test_a_plan_follows_its_inputs_when_they_change_in_place(paged_kv) -> None:
     kv, ops = paged_kv([40, 40, 33], 3, 64, 16), TorchOps()
     q = torch.randn(3, 9, 64, device=kv.seq_lens.device)
