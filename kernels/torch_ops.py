@@ -58,7 +58,8 @@ class TorchOps:
     def __init__(self) -> None:
         keep_freed_memory()
         self._slots: _Memo[tuple[Tensor, Tensor, Tensor | None]] = _Memo()
-        self._attention: _Memo[AttentionPlan] = _Memo()
+        self._prefill: _Memo[AttentionPlan] = _Memo()
+        self._decode: _Memo[AttentionPlan] = _Memo()
         self._rotation: _Memo[tuple[Tensor, Tensor, Tensor]] = _Memo()
         self._eps: dict[tuple[float, torch.device], Tensor] = {}
 
@@ -99,8 +100,8 @@ class TorchOps:
         v_scale: float = 1.0,
     ) -> Tensor:
         shape = AttentionShape(q.shape[1], k_cache.shape[1], k_cache.shape[2], sliding_window)
-        plan = self._attention.get(
-            (shape, "prefill"),
+        plan = self._prefill.get(
+            shape,
             (block_tables, query_start_loc, seq_lens),
             lambda: plan_attention(shape, block_tables, query_start_loc.tolist(), seq_lens),
         )
@@ -121,8 +122,8 @@ class TorchOps:
         v_scale: float = 1.0,
     ) -> Tensor:
         shape = AttentionShape(q.shape[1], k_cache.shape[1], k_cache.shape[2], sliding_window)
-        plan = self._attention.get(
-            (shape, "decode"),
+        plan = self._decode.get(
+            shape,
             (block_tables, seq_lens),
             lambda: plan_attention(shape, block_tables, None, seq_lens),
         )

@@ -83,7 +83,9 @@ class EngineConfig:
     enable_prefix_caching: bool = _flag(True, "reuse KV of equal prefixes")
     attention_backend: str = _flag("auto", "auto, torch or triton")
     enforce_eager: bool = _flag(False, "run decode steps without CUDA graphs")
-    async_scheduling: bool = _flag(False, "plan a step while the one before runs (for GPUs)")
+    async_scheduling: bool | None = _flag(
+        None, "plan a step while the one before runs; on with CUDA graphs if absent"
+    )
     max_logprobs: int = _flag(20, "most logprobs a request may ask for")
     max_num_queued_reqs: int = _flag(1024, "waiting requests beyond which new ones are refused")
     num_threads: int | None = _flag(None, "CPU threads of torch; set by the launcher")

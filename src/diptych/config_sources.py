@@ -69,7 +69,7 @@ def add_flags(parser: argparse.ArgumentParser, *sections: str) -> None:
             if field.default is not dataclasses.MISSING and field.default is not None:
                 text = f"{text} (default {field.default})"
             options: dict[str, Any] = {"dest": f"{section}.{field.name}", "default": None}
-            if hints[field.name] is bool:
+            if hints[field.name] in (bool, bool | None):
                 group.add_argument(
                     flag, action=argparse.BooleanOptionalAction, help=text, **options
                 )

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from diptych.connectors.base import (
     KVConnectorWorker,
     KVLayout,
 )
+from diptych.kernels.torch_ops import TorchOps
 from diptych.sampling_params import SamplingParams
 from tests.engine.runner_driver import GREEDY, RunnerDriver
 from tests.tiny_models import ARCHITECTURES, make_tiny_model
@@ -84,10 +86,31 @@ def test_prefill_and_decode_run_in_one_step(model: Path, theirs: PreTrainedModel
     driver.add("b", prompt_of(3))
     driver.step({"a": 40, "b": 3})
     driver.add("c", prompt_of(50))
-    driver.step({"a": 1, "c": 50, "b": 1})
+    driver.step({"a": 1, "c": 50, "b": 1})  # computed in another order
     driver.step({"c": 1, "b": 1, "a": 1})
     for name in "abc":
         assert_continues(theirs, driver, name)
+
+
+def test_in_a_mixed_step_those_that_decode_take_the_kernel_of_decode_steps(
+    llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver = RunnerDriver(llama)
+    driver.add("a", prompt_of(40))
+    driver.add("b", prompt_of(3))
+    driver.step({"a": 40, "b": 3})
+    calls = []
+    for name in ("paged_decode_attention", "paged_prefill_attention"):
+        real = getattr(TorchOps, name)
+
+        def noted(ops: TorchOps, q: Tensor, *args: Any, name: str = name, real: Any = real) -> Any:
+            calls.append((name, len(q)))
+            return real(ops, q, *args)
+
+        monkeypatch.setattr(TorchOps, name, noted)
+    driver.add("c", prompt_of(50))
+    driver.step({"c": 50, "a": 1, "b": 1})
+    assert calls == 3 * [("paged_decode_attention", 2), ("paged_prefill_attention", 50)]
 
 
 def test_a_prompt_in_chunks_gives_what_it_gives_whole(model: Path, theirs: PreTrainedModel) -> None:

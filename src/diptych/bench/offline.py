@@ -60,7 +60,7 @@ def _add_other_engine_flags(parser: argparse.ArgumentParser) -> None:
         if field.name not in taken:
             text = str(field.metadata.get("help", "")).replace("%", "%%")
             flag = "--" + field.name.replace("_", "-")
-            boolean = isinstance(field.default, bool)
+            boolean = str(field.type).startswith("bool")
             group.add_argument(
                 flag,
                 dest=_ENGINE_DEST + field.name,

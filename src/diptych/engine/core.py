@@ -77,7 +77,7 @@ class EngineCore:
         self._executor = executor
         self._connector = connector
         self._scheduler = Scheduler(config, executor.kv_layout, executor.kv_namespace, connector)
-        self._is_async = config.async_scheduling
+        self._is_async = bool(config.async_scheduling)
         self._flight: _Flight | None = None
         self._broken: Exception | None = None
         self._last_stats = self._scheduler.stats

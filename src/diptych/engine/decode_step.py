@@ -10,7 +10,7 @@ from torch import Tensor
 from diptych.engine.resident_rows import ResidentRows
 from diptych.kernels.dispatch import Ops
 from diptych.kernels.row_inputs import RowInputs
-from diptych.models.layers import ForwardBatch, KVView
+from diptych.models.layers import ForwardBatch, KVView, SingleQueries
 from diptych.models.llama import Decoder
 
 
@@ -41,7 +41,6 @@ class DecodeStep:
         self._model, self._ops, self._kv = model, ops, kv
         self._block_tables, self._block_size = block_tables, block_size
         self._temperatures, self._seeds = temperatures, seeds
-        self._starts = torch.arange(max_rows + 1, dtype=torch.int32, device=device)
         self.rows = rows
         self.logits = torch.zeros(max_rows, vocab_size, device=device)
         self.tokens = torch.zeros(max_rows, dtype=torch.int64, device=device)
@@ -51,7 +50,7 @@ class DecodeStep:
         """Compute `size` rows of at most `context` tokens each. Waits for nothing on the device."""
         inputs = self._read(size, context)
         logits = self.logits[:size]
-        self._model.logits(self._model.forward(self._batch(inputs, context), self._kv), logits)
+        self._model.logits(self._model.forward(_batch(inputs, context), self._kv), logits)
         sampled = self._sample(logits, inputs.num_outputs)
         rows = self.rows
         self._ops.advance_rows(
@@ -70,18 +69,6 @@ class DecodeStep:
             -(-context // self._block_size),
         )
 
-    def _batch(self, inputs: RowInputs, context: int) -> ForwardBatch:
-        return ForwardBatch(
-            input_ids=inputs.input_ids,
-            positions=inputs.positions,
-            slot_mapping=inputs.slots,
-            query_start_loc=self._starts[: len(inputs.input_ids) + 1],
-            seq_lens=inputs.seq_lens,
-            block_tables=inputs.block_tables,
-            max_query_len=1,
-            max_seq_len=context,
-        )
-
     def _sample(self, logits: Tensor, num_outputs: Tensor) -> Tensor:
         order = self.rows.order[: len(logits)].clamp(min=0)
         return self._ops.gumbel_argmax(
@@ -90,3 +77,12 @@ class DecodeStep:
             self._seeds.index_select(0, order),
             num_outputs,
         )
+
+
+def _batch(inputs: RowInputs, context: int) -> ForwardBatch:
+    return ForwardBatch(
+        input_ids=inputs.input_ids,
+        positions=inputs.positions,
+        slot_mapping=inputs.slots,
+        singles=SingleQueries(inputs.block_tables, inputs.seq_lens, context),
+    )

@@ -63,6 +63,8 @@ class UniprocExecutor:
         ops = select_ops(self._device, config.attention_backend)
         on_gpu = self._device.type == "cuda"
         self._captures = on_gpu and ops.capturable and not config.enforce_eager
+        if config.async_scheduling is None:
+            self._config = replace(self._config, async_scheduling=self._captures)
         with self._watch.stage("weights"):
             model = self._load_model(ops)
         with self._watch.stage("sizing"):

@@ -11,12 +11,13 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from diptych.engine.pinned import Uploads
 from diptych.engine.resident_rows import DecodeRows
 from diptych.engine.sampling_rows import RowTokens, SamplingRows
 from diptych.engine.step import NewRequest, RunningRequest, SchedulerOutput
-from diptych.models.layers import ForwardBatch
+from diptych.models.layers import ForwardBatch, ManyQueries, SingleQueries
 
 Int32Array = NDArray[np.int32]
 Int64Array = NDArray[np.int64]
@@ -24,11 +25,12 @@ Int64Array = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class StepRows:
-    """Which rows a step computes, in its order; S sequences.
+    """Which rows a step computes, those of one token first; S sequences.
 
     Attributes:
         request_ids: the requests of the rows.
         rows: `[S]`, their rows.
+        num_singles: how many compute one token.
         starts: `[S + 1]`, where the tokens of each start in the flattened batch.
         first, end: `[S]`, each computes its tokens `first..end`.
         samples: `[R]`, indices into the S of those that reach their last token.
@@ -36,6 +38,7 @@ class StepRows:
 
     request_ids: list[str]
     rows: Int64Array
+    num_singles: int
     starts: Int64Array
     first: Int64Array
     end: Int64Array
@@ -120,53 +123,63 @@ class InputBatch:
             self._update(running)
 
     def step_rows(self, num_scheduled_tokens: dict[str, int]) -> StepRows:
-        """The rows of the scheduled requests, in the scheduler's order."""
+        """The rows of the scheduled requests; otherwise in the scheduler's order."""
         request_ids = list(num_scheduled_tokens)
+        counts = np.fromiter(num_scheduled_tokens.values(), np.int64, len(request_ids))
+        singles = counts == 1
+        num_singles = int(singles.sum())
+        if not singles[:num_singles].all():
+            order = np.argsort(~singles, kind="stable")
+            counts, request_ids = counts[order], [request_ids[i] for i in order.tolist()]
         rows = np.array([self._row_of[r] for r in request_ids], np.int64)
-        counts = np.fromiter(num_scheduled_tokens.values(), np.int64, len(rows))
         starts = np.zeros(len(rows) + 1, np.int64)
         np.cumsum(counts, out=starts[1:])
         first = self.num_computed_tokens[rows]
         end = first + counts
         samples = np.flatnonzero(end == self.num_tokens[rows])
-        return StepRows(request_ids, rows, starts, first, end, samples)
+        return StepRows(request_ids, rows, num_singles, starts, first, end, samples)
 
     def forward_batch(self, step: StepRows) -> ForwardBatch:
         """The step's tensors on the device."""
         self._flush()
         counts = step.end - step.first
-        total = int(step.starts[-1])
         rows = np.repeat(step.rows, counts)
-        positions = np.arange(total) + np.repeat(step.first - step.starts[:-1], counts)
-        max_seq_len = int(step.end.max())
-        width = -(-max_seq_len // self._block_size)
+        positions = np.arange(len(rows)) + np.repeat(step.first - step.starts[:-1], counts)
         known = self._known_ids(rows, positions)
-        input_ids, at, slots, starts, lengths, members = self.uploads.put_all(
-            known,
-            positions,
-            self._slots(rows, positions),
-            step.starts.astype(np.int32),
-            step.end.astype(np.int32),
-            step.rows,
-        )
+        input_ids, at, slots = self.uploads.put_all(known, positions, self._slots(rows, positions))
         if len(missing := np.flatnonzero(known < 0)):
             where, which = self.uploads.put_all(missing, rows[missing])
             input_ids.index_copy_(0, where, self.last_tokens.index_select(0, which))
-        return ForwardBatch(
-            input_ids=input_ids,
-            positions=at,
-            slot_mapping=slots,
-            query_start_loc=starts,
-            seq_lens=lengths,
-            block_tables=self.block_tables[:, :width].index_select(0, members),
-            max_query_len=int(counts.max()),
-            max_seq_len=max_seq_len,
-        )
+        return ForwardBatch(input_ids, at, slots, self._singles(step), self._many(step))
+
+    def _singles(self, step: StepRows) -> SingleQueries | None:
+        """Of the step's sequences those that compute one token."""
+        count = step.num_singles
+        if not count:
+            return None
+        ends = step.end[:count]
+        lengths, rows = self.uploads.put_all(ends.astype(np.int32), step.rows[:count])
+        longest = int(ends.max())
+        return SingleQueries(self._tables(rows, longest), lengths, longest)
+
+    def _many(self, step: StepRows) -> ManyQueries | None:
+        """The others."""
+        count = step.num_singles
+        if count == len(step.rows):
+            return None
+        starts, ends = step.starts[count:] - step.starts[count], step.end[count:]
+        put = (starts.astype(np.int32), ends.astype(np.int32), step.rows[count:])
+        starts_there, lengths, rows = self.uploads.put_all(*put)
+        tables = self._tables(rows, int(ends.max()))
+        return ManyQueries(tables, starts_there, lengths, int(np.diff(starts).max()))
+
+    def _tables(self, rows: Tensor, longest: int) -> Tensor:
+        width = -(-longest // self._block_size)
+        return self.block_tables[:, :width].index_select(0, rows)
 
     def decodes(self, step: StepRows) -> bool:
         """Whether each row computes its last token alone, to sample the next."""
-        one_each = len(step.samples) == len(step.rows) == int(step.starts[-1])
-        return one_each
+        return len(step.samples) == len(step.rows) == step.num_singles
 
     def decode_rows(self, step: StepRows) -> DecodeRows:
         """A step that `decodes`; block tables and sampling on the device are up to date."""

@@ -9,7 +9,7 @@ from diptych.config import EngineConfig
 from diptych.connectors.base import KVLayout
 from diptych.engine.kv_cache import allocate
 from diptych.engine.sampler import RandomRows, SamplingBatch, sample
-from diptych.models.layers import ForwardBatch, layer_views
+from diptych.models.layers import ForwardBatch, ManyQueries, SingleQueries, layer_views
 from diptych.models.llama import Decoder
 
 
@@ -92,15 +92,16 @@ def _make_batch(
 ) -> ForwardBatch:
     total = sequences * tokens
     blocks = -(-tokens // layout.block_size)
+    tables = torch.zeros((sequences, blocks), dtype=torch.int32, device=device)
+    lengths = torch.full((sequences,), tokens, dtype=torch.int32, device=device)
+    starts = torch.arange(0, total + 1, tokens, dtype=torch.int32, device=device)
+    single = tokens == 1
     return ForwardBatch(
         input_ids=torch.zeros(total, dtype=torch.int64, device=device),
         positions=torch.arange(tokens, device=device).repeat(sequences),
         slot_mapping=torch.full((total,), -1, dtype=torch.int64, device=device),
-        query_start_loc=torch.arange(0, total + 1, tokens, dtype=torch.int32, device=device),
-        seq_lens=torch.full((sequences,), tokens, dtype=torch.int32, device=device),
-        block_tables=torch.zeros((sequences, blocks), dtype=torch.int32, device=device),
-        max_query_len=tokens,
-        max_seq_len=longest,
+        singles=SingleQueries(tables, lengths, longest) if single else None,
+        many=None if single else ManyQueries(tables, starts, lengths, tokens),
     )
 
 

@@ -17,24 +17,51 @@ from diptych.models.matrix import Matrix, make_matrix
 
 
 @dataclass(frozen=True, slots=True)
+class SingleQueries:
+    """S sequences of one token each.
+
+    Attributes:
+        block_tables: `[S, max_blocks]` int32.
+        seq_lens: `[S]` int32, the token included.
+        max_seq_len: over them, or more.
+    """
+
+    block_tables: Tensor
+    seq_lens: Tensor
+    max_seq_len: int
+
+
+@dataclass(frozen=True, slots=True)
+class ManyQueries:
+    """S sequences of any number of tokens.
+
+    Attributes:
+        block_tables: `[S, max_blocks]` int32.
+        query_start_loc: `[S + 1]` int32, from 0 on.
+        seq_lens: `[S]` int32, the tokens included.
+        max_query_len: over them, or more.
+    """
+
+    block_tables: Tensor
+    query_start_loc: Tensor
+    seq_lens: Tensor
+    max_query_len: int
+
+
+@dataclass(frozen=True, slots=True)
 class ForwardBatch:
-    """One step's tokens, those of a sequence one after another.
+    """One step's tokens, sequence by sequence: first `singles`, then `many`.
 
     Attributes:
         input_ids, positions, slot_mapping: `[T]` int64.
-        query_start_loc: `[S + 1]` int32; seq_lens: `[S]` int32, the step's tokens included.
-        block_tables: `[S, max_blocks]` int32.
-        max_query_len, max_seq_len: over the step; 1 query per sequence makes it a decode step.
+        singles, many: whose they are; None for none.
     """
 
     input_ids: Tensor
     positions: Tensor
     slot_mapping: Tensor
-    query_start_loc: Tensor
-    seq_lens: Tensor
-    block_tables: Tensor
-    max_query_len: int
-    max_seq_len: int
+    singles: SingleQueries | None = None
+    many: ManyQueries | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,28 +138,39 @@ class Attention:
         return self._out.in_parts(self._attend(q, batch, kv).reshape(tokens, -1))
 
     def _attend(self, q: Tensor, batch: ForwardBatch, kv: KVView) -> Tensor:
-        if batch.max_query_len == 1:
-            return self._ops.paged_decode_attention(
-                q,
-                kv.k,
-                kv.v,
-                batch.block_tables,
-                batch.seq_lens,
-                self._scale,
-                self._window,
-                batch.max_seq_len,
-                **self._scales(kv),
-            )
+        singles, many = batch.singles, batch.many
+        if many is None:
+            return q if singles is None else self._attend_singles(q, singles, kv)
+        if singles is None:
+            return self._attend_many(q, many, kv)
+        count = len(singles.seq_lens)
+        first = self._attend_singles(q[:count], singles, kv)
+        return torch.cat((first, self._attend_many(q[count:], many, kv)))
+
+    def _attend_singles(self, q: Tensor, rows: SingleQueries, kv: KVView) -> Tensor:
+        return self._ops.paged_decode_attention(
+            q,
+            kv.k,
+            kv.v,
+            rows.block_tables,
+            rows.seq_lens,
+            self._scale,
+            self._window,
+            rows.max_seq_len,
+            **self._scales(kv),
+        )
+
+    def _attend_many(self, q: Tensor, rows: ManyQueries, kv: KVView) -> Tensor:
         return self._ops.paged_prefill_attention(
             q,
             kv.k,
             kv.v,
-            batch.block_tables,
-            batch.query_start_loc,
-            batch.seq_lens,
+            rows.block_tables,
+            rows.query_start_loc,
+            rows.seq_lens,
             self._scale,
             self._window,
-            batch.max_query_len,
+            rows.max_query_len,
             **self._scales(kv),
         )
 

@@ -81,7 +81,7 @@ class Decoder:
     def forward(
         self, batch: ForwardBatch, kv: Sequence[KVView], hooks: LayerHooks | None = None
     ) -> Tensor:
-        """Compute the step's tokens, write their KV, return the hidden states `[T, N]`."""
+        """Compute the step's tokens, write their KV, return the last norm's output `[T, N]`."""
         x = functional.embedding(batch.input_ids, self._embedding)
         residual: Tensor | None = None
         for index, layer in enumerate(self._layers):
@@ -91,10 +91,10 @@ class Decoder:
             if hooks is not None:
                 hooks.save_kv_layer(index)
         if residual is None:
-            return x
-        return self._ops.add_rms_norm(x, residual, self._norm, self._eps)[1]
+            return self._ops.rms_norm(x, self._norm, self._eps)
+        return self._ops.add_rms_norm(x, residual, self._norm, self._eps)[0]
 
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
-        """`[R, N]` hidden states to `[R, V]` float32 logits, into `out` where given."""
-        logits = self._head(self._ops.rms_norm(hidden, self._norm, self._eps))
+        """`[R, N]` of `forward` to `[R, V]` float32 logits, into `out` where given."""
+        logits = self._head(hidden)
         return logits.float() if out is None else out.copy_(logits)
