@@ -81,6 +81,26 @@ class KvStoreStub:
                 request_serializer=diptych_dot_proto_dot_kvstore__pb2.GetStatsRequest.SerializeToString,
                 response_deserializer=diptych_dot_proto_dot_kvstore__pb2.StoreStats.FromString,
                 _registered_method=True)
+        self.Pin = channel.unary_unary(
+                '/diptych.v1.KvStore/Pin',
+                request_serializer=diptych_dot_proto_dot_kvstore__pb2.PinRequest.SerializeToString,
+                response_deserializer=diptych_dot_proto_dot_kvstore__pb2.PinResponse.FromString,
+                _registered_method=True)
+        self.Check = channel.unary_unary(
+                '/diptych.v1.KvStore/Check',
+                request_serializer=diptych_dot_proto_dot_kvstore__pb2.CheckRequest.SerializeToString,
+                response_deserializer=diptych_dot_proto_dot_kvstore__pb2.CheckResponse.FromString,
+                _registered_method=True)
+        self.Evict = channel.unary_unary(
+                '/diptych.v1.KvStore/Evict',
+                request_serializer=diptych_dot_proto_dot_kvstore__pb2.EvictRequest.SerializeToString,
+                response_deserializer=diptych_dot_proto_dot_kvstore__pb2.EvictResponse.FromString,
+                _registered_method=True)
+        self.List = channel.unary_unary(
+                '/diptych.v1.KvStore/List',
+                request_serializer=diptych_dot_proto_dot_kvstore__pb2.ListRequest.SerializeToString,
+                response_deserializer=diptych_dot_proto_dot_kvstore__pb2.ListResponse.FromString,
+                _registered_method=True)
 
 
 class KvStoreServicer:
@@ -151,6 +171,35 @@ class KvStoreServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Pin(self, request, context):
+        """Set how objects resist eviction.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Check(self, request, context):
+        """Read objects again and compare their checksums; damaged ones are removed. For readers who found
+        a wrong checksum, and for operators.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Evict(self, request, context):
+        """Remove objects, pinned ones too.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def List(self, request, context):
+        """What the node holds, by key.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_KvStoreServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -198,6 +247,26 @@ def add_KvStoreServicer_to_server(servicer, server):
                     servicer.GetStats,
                     request_deserializer=diptych_dot_proto_dot_kvstore__pb2.GetStatsRequest.FromString,
                     response_serializer=diptych_dot_proto_dot_kvstore__pb2.StoreStats.SerializeToString,
+            ),
+            'Pin': grpc.unary_unary_rpc_method_handler(
+                    servicer.Pin,
+                    request_deserializer=diptych_dot_proto_dot_kvstore__pb2.PinRequest.FromString,
+                    response_serializer=diptych_dot_proto_dot_kvstore__pb2.PinResponse.SerializeToString,
+            ),
+            'Check': grpc.unary_unary_rpc_method_handler(
+                    servicer.Check,
+                    request_deserializer=diptych_dot_proto_dot_kvstore__pb2.CheckRequest.FromString,
+                    response_serializer=diptych_dot_proto_dot_kvstore__pb2.CheckResponse.SerializeToString,
+            ),
+            'Evict': grpc.unary_unary_rpc_method_handler(
+                    servicer.Evict,
+                    request_deserializer=diptych_dot_proto_dot_kvstore__pb2.EvictRequest.FromString,
+                    response_serializer=diptych_dot_proto_dot_kvstore__pb2.EvictResponse.SerializeToString,
+            ),
+            'List': grpc.unary_unary_rpc_method_handler(
+                    servicer.List,
+                    request_deserializer=diptych_dot_proto_dot_kvstore__pb2.ListRequest.FromString,
+                    response_serializer=diptych_dot_proto_dot_kvstore__pb2.ListResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -445,6 +514,114 @@ class KvStore:
             '/diptych.v1.KvStore/GetStats',
             diptych_dot_proto_dot_kvstore__pb2.GetStatsRequest.SerializeToString,
             diptych_dot_proto_dot_kvstore__pb2.StoreStats.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Pin(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/diptych.v1.KvStore/Pin',
+            diptych_dot_proto_dot_kvstore__pb2.PinRequest.SerializeToString,
+            diptych_dot_proto_dot_kvstore__pb2.PinResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Check(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/diptych.v1.KvStore/Check',
+            diptych_dot_proto_dot_kvstore__pb2.CheckRequest.SerializeToString,
+            diptych_dot_proto_dot_kvstore__pb2.CheckResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Evict(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/diptych.v1.KvStore/Evict',
+            diptych_dot_proto_dot_kvstore__pb2.EvictRequest.SerializeToString,
+            diptych_dot_proto_dot_kvstore__pb2.EvictResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def List(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/diptych.v1.KvStore/List',
+            diptych_dot_proto_dot_kvstore__pb2.ListRequest.SerializeToString,
+            diptych_dot_proto_dot_kvstore__pb2.ListResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -72,7 +72,7 @@ class Ticket(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., router_incarnation: _Optional[str] = ..., prefill_incarnation: _Optional[str] = ..., decode_incarnation: _Optional[str] = ..., epoch: _Optional[int] = ..., nonce: _Optional[int] = ..., ttl_ms: _Optional[int] = ..., key_id: _Optional[str] = ..., signature: _Optional[bytes] = ...) -> None: ...
 
 class SubmitRequest(_message.Message):
-    __slots__ = ("ticket", "prompt_token_ids", "output_token_ids", "sampling", "eos_token_ids", "priority", "cache_salt", "handoff_out", "handoff_in", "traceparent")
+    __slots__ = ("ticket", "prompt_token_ids", "output_token_ids", "sampling", "eos_token_ids", "priority", "cache_salt", "handoff_out", "handoff_in", "traceparent", "tenant")
     TICKET_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     OUTPUT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -83,6 +83,7 @@ class SubmitRequest(_message.Message):
     HANDOFF_OUT_FIELD_NUMBER: _ClassVar[int]
     HANDOFF_IN_FIELD_NUMBER: _ClassVar[int]
     TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
     ticket: Ticket
     prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
     output_token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -93,7 +94,8 @@ class SubmitRequest(_message.Message):
     handoff_out: bool
     handoff_in: KvCommit
     traceparent: str
-    def __init__(self, ticket: _Optional[_Union[Ticket, _Mapping]] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., output_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., priority: _Optional[int] = ..., cache_salt: _Optional[str] = ..., handoff_out: _Optional[bool] = ..., handoff_in: _Optional[_Union[KvCommit, _Mapping]] = ..., traceparent: _Optional[str] = ...) -> None: ...
+    tenant: str
+    def __init__(self, ticket: _Optional[_Union[Ticket, _Mapping]] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., output_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., priority: _Optional[int] = ..., cache_salt: _Optional[str] = ..., handoff_out: _Optional[bool] = ..., handoff_in: _Optional[_Union[KvCommit, _Mapping]] = ..., traceparent: _Optional[str] = ..., tenant: _Optional[str] = ...) -> None: ...
 
 class SubmitResponse(_message.Message):
     __slots__ = ("load",)

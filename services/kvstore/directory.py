@@ -2,8 +2,9 @@
 
 The hash lives as long as its node's heartbeats, so that a lost node's entries go with it. A marker
 field carries the node's incarnation: where it is missing, the server lost what it held (or the node
-was silent for too long), and the node announces its whole inventory again. The node never waits for
-the directory; while Redis is lost it serves from its own table.
+was silent for too long), and the node announces its whole inventory again. It does so too where the
+server has another run id: what a restarted one remembers may be old. The node never waits for the
+directory; while Redis is lost it serves from its own table.
 """
 
 from __future__ import annotations
@@ -17,11 +18,10 @@ from typing import NamedTuple, Protocol, Self
 from diptych.clock import Clock, SystemClock
 from diptych.errors import UnavailableError
 from diptych.redis_client import RedisClient
-from diptych.services.kvstore.objects import Changes
+from diptych.services.kvstore.tiers import Held, TierChanges
 
 _log = logging.getLogger(__name__)
 
-TIER_DRAM = "dram"
 # Lua passes arguments over a stack of some thousands of entries.
 _BATCH = 1000
 
@@ -58,8 +58,8 @@ class Holder(NamedTuple):
 class Inventory(Protocol):
     """What the directory needs of the object table."""
 
-    def take_changes(self) -> Changes: ...
-    def inventory(self) -> dict[bytes, int]: ...
+    def take_changes(self) -> TierChanges: ...
+    def inventory(self) -> dict[bytes, Held]: ...
 
 
 class Directory:
@@ -79,17 +79,23 @@ class Directory:
         """Start the node's entries afresh."""
         await self._redis.run(self._begin, [self._key(node_id)], [incarnation, _ms(life_s)])
 
-    async def apply(self, node_id: str, incarnation: str, life_s: float, changes: Changes) -> bool:
+    async def apply(
+        self, node_id: str, incarnation: str, life_s: float, changes: TierChanges
+    ) -> bool:
         """Enter changes and renew the entries' life; False where the entries were lost."""
         head: list[str | bytes | int] = [incarnation, _ms(life_s)]
-        for removed in _batches(sorted(changes.removed)) or [[]]:
+        for removed in _batches(sorted(changes.gone)) or [[]]:
             if not await self._run_apply(node_id, [*head, len(removed), *removed]):
                 return False
-        for keys in _batches(sorted(changes.added)):
-            pairs = [p for k in keys for p in (k, f"{TIER_DRAM}:{changes.added[k]}")]
+        for keys in _batches(sorted(changes.held)):
+            pairs = [p for k in keys for p in (k, _value(changes.held[k]))]
             if not await self._run_apply(node_id, [*head, 0, *pairs]):
                 return False
         return True
+
+    async def run_id(self) -> str:
+        """Changes with every start of the server."""
+        return await self._redis.run_id()
 
     async def end(self, node_id: str, incarnation: str) -> None:
         """Remove the node's entries."""
@@ -134,6 +140,7 @@ class DirectoryWriter:
         self._life_s = life_s
         self._clock = clock or SystemClock()
         self._announced = False
+        self._run_id = ""
         self._task: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Self:
@@ -161,13 +168,15 @@ class DirectoryWriter:
             await self._clock.sleep(self._interval_s)
 
     async def _flush(self) -> None:
+        run_id = await self._directory.run_id()
         changes = self._inventory.take_changes()
-        if not self._announced:
+        if not self._announced or run_id != self._run_id:
+            self._run_id = run_id
             await self._directory.begin(*self._node, self._life_s)
             # taken after `begin`, with no await between: later changes are all in the next flush
             self._inventory.take_changes()
-            changes = Changes(self._inventory.inventory(), set())
-            _log.info("announcing %d objects to the directory", len(changes.added))
+            changes = TierChanges(self._inventory.inventory(), set())
+            _log.info("announcing %d objects to the directory", len(changes.held))
         self._announced = await self._directory.apply(*self._node, self._life_s, changes)
 
 
@@ -177,6 +186,10 @@ def _batches(items: Sequence[bytes]) -> list[Sequence[bytes]]:
 
 def _ms(seconds: float) -> int:
     return int(seconds * 1000)
+
+
+def _value(held: Held) -> str:
+    return f"{held.tier}:{held.num_bytes}"
 
 
 def _holder(node_id: str, value: bytes) -> Holder:

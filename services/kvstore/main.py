@@ -1,4 +1,4 @@
-"""One KV-store node: pool, table, byte movers, gRPC, admin port, registry and directory. Wiring."""
+"""One KV-store node: tiers, byte movers, gRPC, admin port, registry and directory. Wiring."""
 
 from __future__ import annotations
 
@@ -8,23 +8,26 @@ import secrets
 import time
 from contextlib import AsyncExitStack
 
-from diptych.addresses import reachable_address
 from diptych.config import KVStoreConfig, RedisConfig
 from diptych.connectors.store_wire import TOKEN_BYTES, boot_id
-from diptych.observe import AdminServer, Status, new_registry, run_until_signal
+from diptych.observe import AdminServer, new_registry, run_until_signal
 from diptych.proto import kvstore_pb2_grpc
-from diptych.registry import Heartbeat, Registry, StoreRecord
 from diptych.rpc import RpcServer, Service
 from diptych.services.kvstore.arena import PAGE_BYTES, Arena
-from diptych.services.kvstore.directory import Directory, DirectoryWriter
+from diptych.services.kvstore.checks import Checker
+from diptych.services.kvstore.disk_files import ObjectFiles
+from diptych.services.kvstore.disk_index import DiskIndex
+from diptych.services.kvstore.disk_tier import DiskTier
+from diptych.services.kvstore.frequency import FrequencySketch
+from diptych.services.kvstore.membership import Membership, reachable
 from diptych.services.kvstore.memory import MemoryPool, MemorySocket
 from diptych.services.kvstore.metrics import StoreCollector
 from diptych.services.kvstore.objects import ObjectTable
 from diptych.services.kvstore.servicer import KvStoreServicer, NodeAddresses
 from diptych.services.kvstore.stream import StreamServer
+from diptych.services.kvstore.tiers import Tiers
 
 _HOUSEKEEPING_S = 0.5
-_DIRECTORY_S = 0.2
 
 
 def run(config: KVStoreConfig, redis_config: RedisConfig) -> None:
@@ -38,103 +41,48 @@ async def serve(config: KVStoreConfig, redis_config: RedisConfig, stop: asyncio.
     async with AsyncExitStack() as stack:
         pool = stack.enter_context(MemoryPool(config.pool_bytes // PAGE_BYTES * PAGE_BYTES))
         table = _make_table(config, pool.num_bytes)
+        files = None if config.ssd_path is None else ObjectFiles(config.ssd_path)
+        disk = None if files is None else await _enter_disk(stack, config, files, table, pool.view)
+        tiers = Tiers(table, disk)
+        checker = Checker(tiers, pool.view)
         token = secrets.token_bytes(TOKEN_BYTES)
         memory = await stack.enter_async_context(MemorySocket(pool, token))
         stream = StreamServer(config.host, config.stream_port, table, pool.view, token)
         await stack.enter_async_context(stream)
         node = NodeAddresses(
-            node_id=f"kvstore-{secrets.token_hex(4)}",
+            node_id=_node_id(config, files),
             incarnation=secrets.token_hex(16),
             boot_id=boot_id(),
             memory_socket=memory.address,
-            stream_address=_reachable(config, stream.port),
+            stream_address=reachable(config, stream.port),
             access_token=token,
         )
         service = Service(
             "diptych.v1.KvStore",
             kvstore_pb2_grpc.add_KvStoreServicer_to_server,
-            KvStoreServicer(table, node),
+            KvStoreServicer(tiers, checker, node),
         )
         rpc = await stack.enter_async_context(RpcServer(config.host, config.port, [service]))
-        membership = _Membership(config, redis_config, table, node)
+        membership = Membership(config, redis_config, tiers, node)
         metrics = new_registry()
-        metrics.register(StoreCollector(table, stream))
+        metrics.register(StoreCollector(tiers, checker, stream))
         admin = AdminServer(
             config.host, config.admin_port, registry=metrics, ready=membership.status
         )
         await stack.enter_async_context(admin)
         await membership.enter(stack, rpc.port, admin.port)
-        await _keep_house(table, rpc, membership, stop)
+        await _keep_house(tiers, rpc, membership, stop)
         await rpc.set_serving(False)
 
 
-class _Membership:
-    """The node's part in registry and directory; ready at once where no Redis is configured."""
-
-    def __init__(
-        self,
-        config: KVStoreConfig,
-        redis_config: RedisConfig,
-        table: ObjectTable,
-        node: NodeAddresses,
-    ) -> None:
-        self._config = config
-        self._redis_config = redis_config
-        self._table = table
-        self._node = node
-        self._heartbeat: Heartbeat | None = None
-
-    @property
-    def enabled(self) -> bool:
-        return self._redis_config.redis is not None
-
-    def status(self) -> Status:
-        if not self.enabled:
-            return Status(True)
-        if self._heartbeat is None:
-            return Status(False, "starting")
-        return Status(self._heartbeat.ready, self._heartbeat.problem or "ok")
-
-    async def enter(self, stack: AsyncExitStack, port: int, admin_port: int) -> None:
-        """Announce the node and its objects until the stack is left."""
-        if not self.enabled:
-            return
-        registry = Registry(self._redis_config)
-        stack.push_async_callback(registry.close)
-        writer = DirectoryWriter(
-            Directory(registry.redis),
-            self._table,
-            self._node.node_id,
-            self._node.incarnation,
-            interval_s=min(_DIRECTORY_S, self._redis_config.heartbeat_s),
-            life_s=self._redis_config.liveness_s,
-        )
-        await stack.enter_async_context(writer)
-        address = _reachable(self._config, port)
-        admin_address = _reachable(self._config, admin_port)
-        self._heartbeat = Heartbeat(registry, lambda: self._record(address, admin_address))
-        await stack.enter_async_context(self._heartbeat)
-
-    def _record(self, address: str, admin_address: str) -> StoreRecord:
-        return StoreRecord(
-            node_id=self._node.node_id,
-            incarnation=self._node.incarnation,
-            address=address,
-            admin_address=admin_address,
-            boot_id=self._node.boot_id,
-            pool_bytes=self._table.pool_bytes,
-            used_bytes=self._table.used_bytes,
-        )
-
-
 async def _keep_house(
-    table: ObjectTable, rpc: RpcServer, membership: _Membership, stop: asyncio.Event
+    tiers: Tiers, rpc: RpcServer, membership: Membership, stop: asyncio.Event
 ) -> None:
     """Reclaim what has lapsed and keep the health status current, until `stop` is set."""
     while not stop.is_set():
-        table.expire()
+        tiers.table.expire()
         if not membership.enabled:
-            table.take_changes()  # without a directory nobody else does, and they would pile up
+            tiers.take_changes()  # without a directory nobody else does, and they would pile up
         await rpc.set_serving(membership.status().ok)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_HOUSEKEEPING_S):
@@ -149,14 +97,36 @@ def _make_table(config: KVStoreConfig, pool_bytes: int) -> ObjectTable:
         lease_s=config.lease_s,
         high_watermark=config.eviction_high_watermark,
         eviction_step=config.eviction_step,
+        tenant_quota=config.tenant_quota,
         # drawn, so that the ids of an earlier incarnation are unknown to this one
         first_id=secrets.randbits(62),
     )
 
 
-def _reachable(config: KVStoreConfig, port: int) -> str:
-    """host:port that others reach one of our ports at; only the gRPC port itself may be mapped."""
-    if config.advertise_address is None:
-        return reachable_address(config.host, port, None)
-    host, _, advertised_port = config.advertise_address.rpartition(":")
-    return f"{host}:{advertised_port if port == config.port else port}"
+async def _enter_disk(
+    stack: AsyncExitStack,
+    config: KVStoreConfig,
+    files: ObjectFiles,
+    table: ObjectTable,
+    pool: memoryview,
+) -> DiskTier:
+    stack.callback(files.close)
+    frequency = FrequencySketch()
+    index = DiskIndex(
+        config.ssd_bytes,
+        time.monotonic,
+        frequency,
+        high_watermark=config.eviction_high_watermark,
+        eviction_step=config.eviction_step,
+        tenant_quota=config.tenant_quota,
+    )
+    tier = DiskTier(files, index, frequency, table, pool, min_uses=config.ssd_min_uses)
+    return await stack.enter_async_context(tier)
+
+
+def _node_id(config: KVStoreConfig, files: ObjectFiles | None) -> str:
+    """Of a restarted node the same as before, where it is named or has a disk: its share of the
+    keys stays its own."""
+    if config.node_id is not None:
+        return config.node_id
+    return f"kvstore-{secrets.token_hex(4)}" if files is None else files.node_id()

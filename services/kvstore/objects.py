@@ -1,101 +1,54 @@
-"""The table of a node's objects: reservations, complete objects, leases, eviction. Pure code.
+"""The table of a node's objects in memory: reservations, complete objects, leases, eviction.
 
     PutStart → reserved → PutEnd → complete → evicted
                    └ PutRevoke, or its time is over → gone
 
-A reservation is invisible. The first that finishes for a key wins; later ones are told that the
-object exists. A complete object never changes and is never evicted under a lease. Eviction goes by
-the end of the last lease, oldest first; of objects used together, the later in the chain first, so
-that a prefix outlives its suffix. Bytes are counted as the arena rounds them.
+Pure code. A reservation is invisible. The first that finishes for a key wins; later ones are told
+that the object exists. A complete object never changes and is never evicted under a lease. Eviction
+goes by the end of the last lease, oldest first; of objects used together, the later in the chain
+first, so that a prefix outlives its suffix; pinned ones last or never. Bytes are counted as the
+arena rounds them.
 """
 
 from __future__ import annotations
 
-import enum
 import heapq
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 from diptych.services.kvstore.arena import Arena
+from diptych.services.kvstore.eviction import EvictionOrder
+from diptych.services.kvstore.object_types import (
+    KEY_BYTES,
+    Changes,
+    Counters,
+    Found,
+    Pin,
+    Place,
+    Reservation,
+    Status,
+    TableObject,
+)
+from diptych.services.kvstore.tenants import TenantBooks
 
-KEY_BYTES = 32
 # A lease lasts `lease_s` and what the batch's bytes take at this slow rate, but no longer than the
 # cap: a reader that died must not pin its objects for long.
 _LEASE_BYTES_PER_S = 64 << 20
 _MAX_LEASE_S = 60.0
-
-
-class Status(enum.IntEnum):
-    """Outcome of one item; the numbers of `ItemStatus`."""
-
-    OK = 1
-    NOT_FOUND = 2
-    EXISTS = 3
-    NO_SPACE = 4
-    EXPIRED = 5
-    INVALID = 6
-
-
-class Reservation(NamedTuple):
-    """Answer to one item of `put_start`."""
-
-    status: Status
-    put_id: int = 0
-    offset: int = 0
-    num_bytes: int = 0
-    checksum: int = 0  # EXISTS: of the object that is there
-
-
-class Found(NamedTuple):
-    """Answer to one key of `get`."""
-
-    status: Status
-    lease_id: int = 0
-    lease_s: float = 0.0
-    offset: int = 0
-    num_bytes: int = 0
-    checksum: int = 0
-
-
-class Changes(NamedTuple):
-    """What appeared (with sizes) and disappeared since the last call of `take_changes`."""
-
-    added: dict[bytes, int]
-    removed: set[bytes]
-
-
-@dataclass(slots=True)
-class Counters:
-    """Counts since the start."""
-
-    puts_total: int = 0
-    hits_total: int = 0
-    misses_total: int = 0
-    evictions_total: int = 0
-    stale_puts_total: int = 0
-
-
-@dataclass(slots=True, eq=False)
-class _Object:
-    key: bytes
-    offset: int
-    num_bytes: int
-    checksum: int = 0
-    leases: set[int] = field(default_factory=set)
-    # (last use, -position in its batch): what eviction goes by
-    rank: tuple[float, int] = (0.0, 0)
+# Hard pins may take this share: the rest must be able to move.
+_MAX_PINNED = 0.5
 
 
 @dataclass(slots=True)
 class _Put:
-    object: _Object
+    object: TableObject
     ends_at: float
 
 
 @dataclass(slots=True)
 class _Lease:
-    object: _Object
+    object: TableObject
     ends_at: float
     position: int
 
@@ -105,6 +58,7 @@ class ObjectTable:
 
     Args:
         now: seconds, never going back.
+        tenant_quota: share of the pool that one named tenant may hold.
         first_id: put and lease ids count from here; a node draws it at random, so that ids of an
             earlier incarnation are unknown.
     """
@@ -118,29 +72,46 @@ class ObjectTable:
         lease_s: float = 10.0,
         high_watermark: float = 0.90,
         eviction_step: float = 0.05,
+        tenant_quota: float = 1.0,
         first_id: int = 1,
     ) -> None:
         self.counters = Counters()
         self.put_ttl_s = put_ttl_s
+        self.tenants = TenantBooks(arena.pool_bytes, tenant_quota)
         self._arena = arena
         self._now = now
         self._lease_s = lease_s
         self._high_bytes = int(high_watermark * arena.pool_bytes)
         self._low_bytes = int((high_watermark - eviction_step) * arena.pool_bytes)
+        self._pinned_bytes = 0
         self._first_id = self._next_id = first_id
-        self._objects: dict[bytes, _Object] = {}
+        self._objects: dict[bytes, TableObject] = {}
         self._puts: dict[int, _Put] = {}
         self._leases: dict[int, _Lease] = {}
-        # heaps whose entries may be stale: (end, put or lease id), and (rank, id, object)
+        self._gone: dict[int, TableObject] = {}  # dropped while in use, by offset
+        # a heap whose entries may be stale: (end, put or lease id)
         self._deadlines: list[tuple[float, int]] = []
-        self._evictable: list[tuple[tuple[float, int], int, _Object]] = []
+        self._order: EvictionOrder[TableObject] = EvictionOrder()
         self._added: dict[bytes, int] = {}
         self._removed: set[bytes] = set()
 
-    def put_start(self, items: Sequence[tuple[bytes, int]]) -> list[Reservation]:
-        """Reserve room for (key, bytes), prefix first."""
+    # --- puts
+
+    def put_start(
+        self, items: Sequence[tuple[bytes, int]], tenant: str = "", ttl_s: float | None = None
+    ) -> list[Reservation]:
+        """Reserve room for (key, bytes), prefix first, charged to the tenant.
+
+        Args:
+            ttl_s: life of the reservations, `put_ttl_s` if absent; `inf` for the node's own, which
+                end with the thread that writes them.
+        """
         now = self.expire()
-        return [self._reserve(key, size, at, now) for at, (key, size) in enumerate(items)]
+        ends_at = now + (self.put_ttl_s if ttl_s is None else ttl_s)
+        return [
+            self._reserve(key, size, tenant, at, now, ends_at)
+            for at, (key, size) in enumerate(items)
+        ]
 
     def put_end(self, items: Sequence[tuple[int, int]]) -> list[Status]:
         """Publish (put id, checksum), in the order of the chain."""
@@ -154,9 +125,23 @@ class ObjectTable:
         for put_id in put_ids:
             put = self._puts.pop(put_id, None)
             if put is not None:
-                self._arena.free(put.object.offset)
+                self._free(put.object)
             statuses.append(self._unknown(put_id) if put is None else Status.OK)
         return statuses
+
+    def put_keys(self, put_ids: Sequence[int]) -> list[bytes]:
+        """Keys of those reservations that are open."""
+        puts = [self._puts.get(put_id) for put_id in put_ids]
+        return [put.object.key for put in puts if put is not None]
+
+    def writable(self, put_id: int) -> tuple[int, int] | None:
+        """(offset, bytes) of an open reservation, None once it is over."""
+        put = self._puts.get(put_id)
+        if put is None or self._now() >= put.ends_at:
+            return None
+        return put.object.offset, put.object.num_bytes
+
+    # --- gets
 
     def get(self, keys: Sequence[bytes], lease_s: float = 0.0) -> list[Found]:
         """Find and lease objects for `lease_s` at most; 0 takes what suits their bytes."""
@@ -197,23 +182,56 @@ class ObjectTable:
             statuses.append(Status.OK if known else self._unknown(lease_id))
         return statuses
 
-    def exists(self, keys: Sequence[bytes]) -> list[bool]:
-        """Which are complete."""
-        return [key in self._objects for key in keys]
-
-    def writable(self, put_id: int) -> tuple[int, int] | None:
-        """(offset, bytes) of an open reservation, None once it is over."""
-        put = self._puts.get(put_id)
-        if put is None or self._now() >= put.ends_at:
-            return None
-        return put.object.offset, put.object.num_bytes
-
     def readable(self, lease_id: int) -> tuple[int, int] | None:
         """(offset, bytes) of the object under a lease, None once it is over."""
         lease = self._leases.get(lease_id)
         if lease is None or self._now() >= lease.ends_at:
             return None
         return lease.object.offset, lease.object.num_bytes
+
+    def exists(self, keys: Sequence[bytes]) -> list[bool]:
+        """Which are complete."""
+        return [key in self._objects for key in keys]
+
+    def touch(self, keys: Sequence[bytes]) -> None:
+        """The objects count as used just now, as a chain."""
+        now = self.expire()
+        for position, key in enumerate(keys):
+            object_ = self._objects.get(key)
+            if object_ is not None and not object_.in_use:
+                self._rank(object_, now, position)
+
+    # --- what the node does with its own objects
+
+    def hold(self, key: bytes) -> Place | None:
+        """Keep an object where it is until `unhold`, without counting as a use."""
+        object_ = self._objects.get(key)
+        if object_ is None:
+            return None
+        object_.holds += 1
+        return _place(object_)
+
+    def unhold(self, key: bytes, offset: int) -> None:
+        """End a hold; the offset tells the object from a later one of the same key."""
+        for object_ in (self._objects.get(key), self._gone.get(offset)):
+            if object_ is not None and object_.offset == offset:
+                object_.holds -= 1
+                self._settle(object_)
+
+    def pin(self, keys: Sequence[bytes], level: Pin) -> list[Status]:
+        """Set how objects resist eviction; hard pins have a bound (NO_SPACE)."""
+        return [self._pin(key, level) for key in keys]
+
+    def drop(self, keys: Sequence[bytes]) -> list[Status]:
+        """Remove objects at once, pinned ones too; room that is being read is freed after."""
+        self.expire()
+        statuses = []
+        for key in keys:
+            object_ = self._objects.get(key)
+            if object_ is not None:
+                self._remove(object_)
+            statuses.append(Status.NOT_FOUND if object_ is None else Status.OK)
+        return statuses
 
     def expire(self) -> float:
         """Drop reservations and leases whose time is over; returns the time now. All items of a
@@ -224,12 +242,14 @@ class ObjectTable:
             put = self._puts.get(id_)
             if put is not None and put.ends_at <= now:
                 del self._puts[id_]
-                self._arena.free(put.object.offset)
+                self._free(put.object)
                 self.counters.stale_puts_total += 1
             lease = self._leases.get(id_)
             if lease is not None and lease.ends_at <= now:
                 self._end_lease(id_, lease.ends_at)
         return now
+
+    # --- what it holds
 
     def take_changes(self) -> Changes:
         """What changed since the last call, for the directory."""
@@ -237,9 +257,18 @@ class ObjectTable:
         self._added, self._removed = {}, set()
         return changes
 
+    def num_bytes(self, key: bytes) -> int | None:
+        """Bytes of a complete object."""
+        object_ = self._objects.get(key)
+        return None if object_ is None else object_.num_bytes
+
     def inventory(self) -> dict[bytes, int]:
         """Key and bytes of every complete object."""
         return {key: o.num_bytes for key, o in self._objects.items()}
+
+    def places(self) -> Iterator[Place]:
+        """Every complete object; the table must not change meanwhile."""
+        return map(_place, self._objects.values())
 
     @property
     def num_objects(self) -> int:
@@ -262,7 +291,22 @@ class ObjectTable:
     def pool_bytes(self) -> int:
         return self._arena.pool_bytes
 
-    def _reserve(self, key: bytes, num_bytes: int, position: int, now: float) -> Reservation:
+    @property
+    def pinned_bytes(self) -> int:
+        """Bytes of hard-pinned objects."""
+        return self._pinned_bytes
+
+    # --- inside
+
+    def _reserve(
+        self,
+        key: bytes,
+        num_bytes: int,
+        tenant: str,
+        position: int,
+        now: float,
+        ends_at: float,
+    ) -> Reservation:
         if len(key) != KEY_BYTES or not 0 < num_bytes <= self._arena.pool_bytes:
             return Reservation(Status.INVALID)
         present = self._objects.get(key)
@@ -270,16 +314,18 @@ class ObjectTable:
             return Reservation(Status.INVALID)
         if present is not None:
             # whoever would have written it has just used it
-            if not present.leases:
+            if not present.in_use:
                 self._rank(present, now, position)
             return Reservation(Status.EXISTS, checksum=present.checksum)
-        offset = self._make_room(num_bytes)
+        offset = self._make_room(num_bytes, tenant)
         if offset is None:
             return Reservation(Status.NO_SPACE)
         put_id = self._new_id()
-        put = _Put(_Object(key, offset, num_bytes), now + self.put_ttl_s)
+        put = _Put(TableObject(key, offset, num_bytes, tenant), ends_at)
+        self.tenants.charge(tenant, self._arena.rounded(num_bytes))
         self._puts[put_id] = put
-        heapq.heappush(self._deadlines, (put.ends_at, put_id))
+        if ends_at < math.inf:
+            heapq.heappush(self._deadlines, (ends_at, put_id))
         return Reservation(Status.OK, put_id, offset, num_bytes)
 
     def _publish(self, put_id: int, checksum: int, position: int, now: float) -> Status:
@@ -288,7 +334,7 @@ class ObjectTable:
             return self._unknown(put_id)
         object_ = put.object
         if object_.key in self._objects:
-            self._arena.free(object_.offset)
+            self._free(object_)
             return Status.EXISTS
         object_.checksum = checksum
         self._objects[object_.key] = object_
@@ -298,7 +344,7 @@ class ObjectTable:
         self._removed.discard(object_.key)
         return Status.OK
 
-    def _lease(self, object_: _Object, lease_s: float, position: int, now: float) -> Found:
+    def _lease(self, object_: TableObject, lease_s: float, position: int, now: float) -> Found:
         lease_id = self._new_id()
         ends_at = now + lease_s
         self._leases[lease_id] = _Lease(object_, ends_at, position)
@@ -312,42 +358,101 @@ class ObjectTable:
         lease = self._leases.pop(lease_id)
         lease.object.leases.remove(lease_id)
         if not lease.object.leases:
-            self._rank(lease.object, ended_at, lease.position)
+            lease.object.rank = (lease.object.pin, ended_at, -lease.position)
+            self._settle(lease.object)
 
-    def _make_room(self, num_bytes: int) -> int | None:
-        """An offset for `num_bytes`, after eviction where the pool is too full or too torn."""
+    def _settle(self, object_: TableObject) -> None:
+        """After a use has ended: free what was dropped meanwhile, let the rest be evicted again."""
+        if object_.in_use:
+            return
+        if object_.gone:
+            self._gone.pop(object_.offset, None)
+            self._free(object_)
+        else:
+            self._enter(object_)
+
+    def _make_room(self, num_bytes: int, tenant: str) -> int | None:
+        """An offset for `num_bytes`, after eviction where the tenant has too much, or the pool is
+        too full or too torn."""
         size = self._arena.rounded(num_bytes)
+        while self.tenants.over_bytes(tenant, size) > 0:
+            if not self._evict_one(self.tenants.order(tenant)):
+                self.counters.quota_refusals_total += 1
+                return None
         if self._arena.used_bytes + size > self._high_bytes:
-            while self._arena.used_bytes + size > self._low_bytes and self._evict_one():
+            while self._arena.used_bytes + size > self._low_bytes and self._evict_one(self._order):
                 pass
         offset = self._arena.allocate(num_bytes)
-        while offset is None and self._evict_one():
+        while offset is None and self._evict_one(self._order):
             offset = self._arena.allocate(num_bytes)
         return offset
 
-    def _evict_one(self) -> bool:
-        while self._evictable:
-            rank, _, object_ = heapq.heappop(self._evictable)
-            current = self._objects.get(object_.key) is object_ and object_.rank == rank
-            if not current or object_.leases:
-                continue  # a leased object gets a new entry when its last lease ends
-            del self._objects[object_.key]
-            self._arena.free(object_.offset)
-            self.counters.evictions_total += 1
-            self._added.pop(object_.key, None)
-            self._removed.add(object_.key)
-            return True
-        return False
+    def _evict_one(self, order: EvictionOrder[TableObject]) -> bool:
+        victim = order.pop(self._may_go)
+        if victim is None:
+            return False
+        self._remove(victim)
+        self.counters.evictions_total += 1
+        return True
 
-    def _rank(self, object_: _Object, last_used: float, position: int) -> None:
-        object_.rank = (last_used, -position)
-        # the number keeps equal ranks from comparing objects
-        heapq.heappush(self._evictable, (object_.rank, self._new_id(), object_))
-        if len(self._evictable) > 4 * len(self._objects) + 64:
-            self._evictable = [
-                (o.rank, self._new_id(), o) for o in self._objects.values() if not o.leases
-            ]
-            heapq.heapify(self._evictable)
+    def _may_go(self, object_: TableObject) -> bool:
+        # one in use is pushed anew when its last use ends
+        return self._objects.get(object_.key) is object_ and object_.evictable
+
+    def _remove(self, object_: TableObject) -> None:
+        """Take a complete object out of the table."""
+        self._set_pin(object_, Pin.NONE)
+        del self._objects[object_.key]
+        self._added.pop(object_.key, None)
+        self._removed.add(object_.key)
+        if object_.in_use:
+            object_.gone = True
+            self._gone[object_.offset] = object_
+        else:
+            self._free(object_)
+
+    def _free(self, object_: TableObject) -> None:
+        self._arena.free(object_.offset)
+        self.tenants.refund(object_.tenant, self._arena.rounded(object_.num_bytes))
+
+    def _pin(self, key: bytes, level: Pin) -> Status:
+        object_ = self._objects.get(key)
+        if object_ is None:
+            return Status.NOT_FOUND
+        size = self._arena.rounded(object_.num_bytes)
+        more = size if level is Pin.HARD and object_.pin is not Pin.HARD else 0
+        if more and self._pinned_bytes + more > _MAX_PINNED * self._arena.pool_bytes:
+            return Status.NO_SPACE
+        self._set_pin(object_, level)
+        self._enter(object_)
+        return Status.OK
+
+    def _set_pin(self, object_: TableObject, level: Pin) -> None:
+        delta = (level is Pin.HARD) - (object_.pin is Pin.HARD)
+        self._pinned_bytes += delta * self._arena.rounded(object_.num_bytes)
+        object_.pin = level
+        object_.rank = (level, *object_.rank[1:])
+
+    def _rank(self, object_: TableObject, last_used: float, position: int) -> None:
+        object_.rank = (object_.pin, last_used, -position)
+        self._enter(object_)
+
+    def _enter(self, object_: TableObject) -> None:
+        """Into the order of eviction, under its present rank."""
+        if not object_.evictable:
+            return
+        orders = [self._order]
+        if object_.tenant:
+            orders.append(self.tenants.order(object_.tenant))
+        for order in orders:
+            order.push(object_)
+            order.rebuild_if_stale(self._evictable(order, object_.tenant), len(self._objects))
+
+    def _evictable(self, order: EvictionOrder[TableObject], tenant: str) -> Iterator[TableObject]:
+        everyone = order is self._order
+        for object_ in self._objects.values():
+            if object_.evictable and (everyone or object_.tenant == tenant):
+                yield object_
 
     def _new_id(self) -> int:
         self._next_id += 1
@@ -356,3 +461,7 @@ class ObjectTable:
     def _unknown(self, id_: int) -> Status:
         """The status of an id that is not in use: issued and over, or never issued."""
         return Status.EXPIRED if self._first_id <= id_ < self._next_id else Status.NOT_FOUND
+
+
+def _place(object_: TableObject) -> Place:
+    return Place(object_.key, object_.offset, object_.num_bytes, object_.checksum, object_.tenant)

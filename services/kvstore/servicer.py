@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Sized
 from dataclasses import dataclass
 from typing import Any
@@ -9,9 +10,17 @@ from typing import Any
 from diptych.errors import InvalidRequestError, StaleTicketError
 from diptych.proto import kvstore_pb2 as pb
 from diptych.proto import kvstore_pb2_grpc
-from diptych.services.kvstore.objects import Found, ObjectTable, Reservation, Status
+from diptych.services.kvstore.checks import Checker
+from diptych.services.kvstore.object_types import Found, Pin, Reservation, Status
+from diptych.services.kvstore.stats import store_stats
+from diptych.services.kvstore.tiers import Tiers
 
 MAX_BATCH = 4096
+_PINS = {
+    pb.PIN_LEVEL_NONE: Pin.NONE,
+    pb.PIN_LEVEL_SOFT: Pin.SOFT,
+    pb.PIN_LEVEL_HARD: Pin.HARD,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,10 +36,12 @@ class NodeAddresses:
 
 
 class KvStoreServicer(kvstore_pb2_grpc.KvStoreServicer):
-    """One node. Runs on the loop that owns the table; no method waits for anything."""
+    """One node. Runs on the loop that owns the table; only what reads bytes waits for threads."""
 
-    def __init__(self, table: ObjectTable, node: NodeAddresses) -> None:
-        self._table = table
+    def __init__(self, tiers: Tiers, checker: Checker, node: NodeAddresses) -> None:
+        self._tiers = tiers
+        self._table = tiers.table
+        self._checker = checker
         self._node = node
 
     async def GetNode(self, request: pb.GetNodeRequest, context: Any) -> pb.StoreNode:
@@ -47,13 +58,14 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServicer):
     async def PutStart(self, request: pb.PutStartRequest, context: Any) -> pb.PutStartResponse:
         self._check_incarnation(request.incarnation)
         _check_batch(request.items)
-        reserved = self._table.put_start([(i.key, i.num_bytes) for i in request.items])
+        items = [(i.key, i.num_bytes) for i in request.items]
+        reserved = self._tiers.put_start(items, request.tenant)
         ttl_ms = int(self._table.put_ttl_s * 1000)
         return pb.PutStartResponse(reservations=[_reservation(r, ttl_ms) for r in reserved])
 
     async def PutEnd(self, request: pb.PutEndRequest, context: Any) -> pb.PutEndResponse:
         _check_batch(request.items)
-        statuses = self._table.put_end([(i.put_id, i.checksum) for i in request.items])
+        statuses = self._tiers.put_end([(i.put_id, i.checksum) for i in request.items])
         return pb.PutEndResponse(statuses=map(_wire, statuses))
 
     async def PutRevoke(self, request: pb.PutRevokeRequest, context: Any) -> pb.PutRevokeResponse:
@@ -63,7 +75,7 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServicer):
     async def Get(self, request: pb.GetRequest, context: Any) -> pb.GetResponse:
         self._check_incarnation(request.incarnation)
         _check_batch(request.keys)
-        found = self._table.get(request.keys, request.lease_ms / 1000)
+        found = await self._tiers.get(request.keys, request.lease_ms / 1000)
         return pb.GetResponse(results=[_result(f) for f in found])
 
     async def VerifyLease(
@@ -79,22 +91,38 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServicer):
 
     async def Exists(self, request: pb.ExistsRequest, context: Any) -> pb.ExistsResponse:
         _check_batch(request.keys)
-        return pb.ExistsResponse(present=self._table.exists(request.keys))
+        return pb.ExistsResponse(present=self._tiers.exists(request.keys))
 
     async def GetStats(self, request: pb.GetStatsRequest, context: Any) -> pb.StoreStats:
-        self._table.expire()
-        counters = self._table.counters
-        return pb.StoreStats(
-            num_objects=self._table.num_objects,
-            used_bytes=self._table.used_bytes,
-            pool_bytes=self._table.pool_bytes,
-            num_leases=self._table.num_leases,
-            num_puts=self._table.num_puts,
-            puts_total=counters.puts_total,
-            hits_total=counters.hits_total,
-            misses_total=counters.misses_total,
-            evictions_total=counters.evictions_total,
-            stale_puts_total=counters.stale_puts_total,
+        return store_stats(self._tiers, self._checker)
+
+    async def Pin(self, request: pb.PinRequest, context: Any) -> pb.PinResponse:
+        _check_batch(request.keys)
+        if request.level not in _PINS:
+            raise InvalidRequestError("the pin level is not set", param="level")
+        statuses = self._table.pin(request.keys, _PINS[request.level])
+        return pb.PinResponse(statuses=map(_wire, statuses))
+
+    async def Check(self, request: pb.CheckRequest, context: Any) -> pb.CheckResponse:
+        _check_batch(request.keys)
+        return pb.CheckResponse(statuses=map(_wire, await self._checker.check(request.keys)))
+
+    async def Evict(self, request: pb.EvictRequest, context: Any) -> pb.EvictResponse:
+        keys = list(self._tiers.inventory()) if request.all else request.keys
+        statuses = self._tiers.drop(keys)
+        return pb.EvictResponse(num_objects=statuses.count(Status.OK))
+
+    async def List(self, request: pb.ListRequest, context: Any) -> pb.ListResponse:
+        limit = min(request.limit or MAX_BATCH, MAX_BATCH)
+        inventory = self._tiers.inventory()
+        keys = heapq.nsmallest(limit, (key for key in inventory if key > request.after))
+        return pb.ListResponse(
+            objects=[
+                pb.StoredObject(
+                    key=key, num_bytes=inventory[key].num_bytes, tier=inventory[key].tier
+                )
+                for key in keys
+            ]
         )
 
     def _check_incarnation(self, wanted: str) -> None:

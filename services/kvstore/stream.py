@@ -16,7 +16,7 @@ from typing import Protocol, Self, cast
 
 from diptych.addresses import check_bindable
 from diptych.connectors.store_wire import ANSWER, FRAME, HELLO_BYTES, READ, WELCOME, WRITE, hello
-from diptych.services.kvstore.objects import Status
+from diptych.services.kvstore.object_types import Status
 
 _log = logging.getLogger(__name__)
 

@@ -169,6 +169,11 @@ class KVStoreConfig:
     eviction_step: float = _flag(0.05, "share of the pool that one eviction frees")
     put_ttl_s: float = _flag(30.0, "seconds after which an unfinished put is reclaimed")
     lease_s: float = _flag(10.0, "least lease of a Get, before its share for the bytes")
+    tenant_quota: float = _flag(0.5, "share of a tier that one API key's KV may take; 1: all")
+    node_id: str | None = _flag(None, "name that outlives restarts; that of the disk, or drawn")
+    ssd_path: str | None = _flag(None, "folder of the disk tier; none: memory only")
+    ssd_bytes: int = _flag(16 * GIB, "most bytes of the disk tier")
+    ssd_min_uses: int = _flag(2, "uses after which an object goes to disk; its put is the first")
 
     def __post_init__(self) -> None:
         if self.pool_bytes < 1 * MIB:
@@ -178,7 +183,9 @@ class KVStoreConfig:
                 "eviction needs 0 < eviction_step < eviction_high_watermark <= 1, not "
                 f"{self.eviction_step} and {self.eviction_high_watermark}"
             )
-        check_positive(self, "put_ttl_s", "lease_s")
+        if not 0.0 < self.tenant_quota <= 1.0:
+            raise ConfigError(f"tenant_quota must be in (0, 1], not {self.tenant_quota}")
+        check_positive(self, "put_ttl_s", "lease_s", "ssd_bytes", "ssd_min_uses")
         check_ports(self, "port", "stream_port", "admin_port")
         check_address("advertise_address", self.advertise_address)
 

@@ -6,6 +6,7 @@ Plain commands and Lua only, nothing newer than Redis 6.2, so that any server wi
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -57,11 +58,23 @@ class RedisClient:
         Raises:
             UnavailableError: no answer in time, or an error in its place.
         """
+        return await self._ask(lambda: script(keys=keys, args=args))
+
+    async def run_id(self) -> str:
+        """The server's run id, new at its every start; empty where the server tells none.
+
+        Raises:
+            UnavailableError: no answer in time.
+        """
+        info = await self._ask(lambda: self._redis.info("server"))
+        return str(info.get("run_id", ""))
+
+    async def _ask(self, command: Callable[[], Awaitable[Any]]) -> Any:
         task = asyncio.current_task()
         cancels = task.cancelling() if task else 0
         try:
             async with asyncio.timeout(self._timeout_s):
-                answer = await script(keys=keys, args=args)
+                answer = await command()
         except (RedisError, OSError, TimeoutError) as error:
             self.available = False
             reason = str(error) or type(error).__name__

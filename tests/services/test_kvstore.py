@@ -37,7 +37,7 @@ from diptych.errors import ConfigError, TransferError
 from diptych.launcher.child import free_ports
 from diptych.proto import kvstore_pb2 as pb
 from diptych.proto import kvstore_pb2_grpc
-from diptych.services.kvstore.objects import Status
+from diptych.services.kvstore.object_types import Status
 
 MIB = 1 << 20
 CODE = """

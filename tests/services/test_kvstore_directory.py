@@ -15,6 +15,7 @@ from diptych.redis_client import RedisClient
 from diptych.services.kvstore.arena import Arena
 from diptych.services.kvstore.directory import Directory, DirectoryWriter, Holder
 from diptych.services.kvstore.objects import ObjectTable
+from diptych.services.kvstore.tiers import Tiers
 
 PAGE = 4096
 
@@ -28,12 +29,13 @@ class World:
 
     def __init__(self, url: str, pages: int = 20) -> None:
         self.table = ObjectTable(Arena(pages * PAGE), lambda: 0.0)
+        self.tiers = Tiers(self.table)
         self.redis = RedisClient(RedisConfig(redis=url, registry_prefix=os.urandom(4).hex()))
         self.directory = Directory(self.redis)
 
     def writer(self, life_s: float = 5.0, incarnation: str = "i1") -> DirectoryWriter:
         return DirectoryWriter(
-            self.directory, self.table, "n1", incarnation, interval_s=0.02, life_s=life_s
+            self.directory, self.tiers, "n1", incarnation, interval_s=0.02, life_s=life_s
         )
 
     def put(self, *numbers: int) -> None:
@@ -104,7 +106,7 @@ async def test_an_inventory_larger_than_a_batch_arrives_whole(url: str) -> None:
 async def test_a_dead_node_takes_its_entries_with_it(world: World) -> None:
     world.put(1)
     await world.directory.begin("n1", "i1", 0.5)
-    assert await world.directory.apply("n1", "i1", 0.5, world.table.take_changes())
+    assert await world.directory.apply("n1", "i1", 0.5, world.tiers.take_changes())
     assert (await world.holders(1))[0]
 
     async def forgotten() -> bool:
@@ -115,7 +117,7 @@ async def test_a_dead_node_takes_its_entries_with_it(world: World) -> None:
 
 @pytest.mark.anyio
 async def test_a_silent_or_replaced_node_cannot_add_to_what_it_lost(world: World) -> None:
-    changes = world.table.take_changes()
+    changes = world.tiers.take_changes()
     assert not await world.directory.apply("n1", "i1", 5.0, changes)
     await world.directory.begin("n1", "i2", 5.0)
     assert not await world.directory.apply("n1", "i1", 5.0, changes)

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from diptych.services.kvstore.arena import Arena
-from diptych.services.kvstore.objects import ObjectTable, Status
+from diptych.services.kvstore.object_types import Status
+from diptych.services.kvstore.objects import ObjectTable
 
 PAGE = 4096
 PAGES = 20

@@ -1,0 +1,78 @@
+"""The node's part in registry and directory; ready at once where no Redis is configured."""
+
+from __future__ import annotations
+
+from contextlib import AsyncExitStack
+
+from diptych.addresses import reachable_address
+from diptych.config import KVStoreConfig, RedisConfig
+from diptych.observe import Status
+from diptych.registry import Heartbeat, Registry, StoreRecord
+from diptych.services.kvstore.directory import Directory, DirectoryWriter
+from diptych.services.kvstore.servicer import NodeAddresses
+from diptych.services.kvstore.tiers import Tiers
+
+_DIRECTORY_S = 0.2
+
+
+class Membership:
+    """Announces the node and its objects for as long as the stack it entered is open."""
+
+    def __init__(
+        self, config: KVStoreConfig, redis_config: RedisConfig, tiers: Tiers, node: NodeAddresses
+    ) -> None:
+        self._config = config
+        self._redis_config = redis_config
+        self._tiers = tiers
+        self._node = node
+        self._heartbeat: Heartbeat | None = None
+
+    @property
+    def enabled(self) -> bool:
+        return self._redis_config.redis is not None
+
+    def status(self) -> Status:
+        if not self.enabled:
+            return Status(True)
+        if self._heartbeat is None:
+            return Status(False, "starting")
+        return Status(self._heartbeat.ready, self._heartbeat.problem or "ok")
+
+    async def enter(self, stack: AsyncExitStack, port: int, admin_port: int) -> None:
+        """Announce the node and its objects until the stack is left."""
+        if not self.enabled:
+            return
+        registry = Registry(self._redis_config)
+        stack.push_async_callback(registry.close)
+        writer = DirectoryWriter(
+            Directory(registry.redis),
+            self._tiers,
+            self._node.node_id,
+            self._node.incarnation,
+            interval_s=min(_DIRECTORY_S, self._redis_config.heartbeat_s),
+            life_s=self._redis_config.liveness_s,
+        )
+        await stack.enter_async_context(writer)
+        address = reachable(self._config, port)
+        admin_address = reachable(self._config, admin_port)
+        self._heartbeat = Heartbeat(registry, lambda: self._record(address, admin_address))
+        await stack.enter_async_context(self._heartbeat)
+
+    def _record(self, address: str, admin_address: str) -> StoreRecord:
+        return StoreRecord(
+            node_id=self._node.node_id,
+            incarnation=self._node.incarnation,
+            address=address,
+            admin_address=admin_address,
+            boot_id=self._node.boot_id,
+            pool_bytes=self._tiers.table.pool_bytes,
+            used_bytes=self._tiers.table.used_bytes,
+        )
+
+
+def reachable(config: KVStoreConfig, port: int) -> str:
+    """host:port that others reach one of our ports at; only the gRPC port itself may be mapped."""
+    if config.advertise_address is None:
+        return reachable_address(config.host, port, None)
+    host, _, advertised_port = config.advertise_address.rpartition(":")
+    return f"{host}:{advertised_port if port == config.port else port}"
