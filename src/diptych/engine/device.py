@@ -12,6 +12,8 @@ from diptych.errors import ConfigError, ModelLoadError
 from diptych.models.config import ModelConfig
 
 _DTYPES = ("float32", "bfloat16", "float16")
+# major number of the compute capability
+_BFLOAT16_SINCE = 8
 
 
 def choose_device(name: str) -> torch.device:
@@ -36,6 +38,7 @@ def choose_dtype(name: str, model: ModelConfig, device: torch.device) -> torch.d
 
     Raises:
         ModelLoadError: the model's own type is not supported.
+        ConfigError: the device has no such type.
     """
     if model.dtype not in _DTYPES:
         raise ModelLoadError(
@@ -44,6 +47,13 @@ def choose_dtype(name: str, model: ModelConfig, device: torch.device) -> torch.d
         )
     if name == "auto":
         name = model.dtype if device.type == "cuda" else "float32"
+    if name == "bfloat16" and device.type == "cuda":
+        major, minor = torch.cuda.get_device_capability(device)
+        if major < _BFLOAT16_SINCE:
+            raise ConfigError(
+                f"{device} has compute capability {major}.{minor} and so no bfloat16 (from "
+                f"{_BFLOAT16_SINCE}.0 on); set dtype to float16 or float32"
+            )
     dtype: torch.dtype = getattr(torch, name)
     return dtype
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import gc
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from diptych.config import EngineConfig
+from diptych.config import GIB, EngineConfig
 from diptych.connectors.base import KVConnectorWorker, KVLayout
 from diptych.engine.captured_decode import CapturedDecode, capture_decode
 from diptych.engine.device import (
@@ -28,7 +30,7 @@ from diptych.engine.runner import ModelRunner
 from diptych.engine.step import ModelRunnerOutput, SchedulerOutput, StepHandle
 from diptych.engine.stopwatch import Stopwatch
 from diptych.engine.warm_up import decode_memory, peak_memory, warm_up
-from diptych.errors import EngineError, ModelLoadError
+from diptych.errors import ConfigError, EngineError, ModelLoadError
 from diptych.kernels.dispatch import Ops, select_ops
 from diptych.models.config import ModelConfig
 from diptych.models.fetch import resolve_model
@@ -67,9 +69,11 @@ class UniprocExecutor:
             self._config = replace(self._config, async_scheduling=self._captures)
         with self._watch.stage("weights"):
             model = self._load_model(ops)
+        # before the cache is sized, so that its rows on the device count
+        batch = self._make_batch()
         with self._watch.stage("sizing"):
             self._layout = self._size_kv_cache(model)
-        self._runner: ModelRunner | None = self._make_runner(model, ops)
+        self._runner: ModelRunner | None = self._make_runner(model, ops, batch)
         _log.info(
             "loaded %s (%s) on %s in %.1f s: %d KV blocks of %d tokens (%s)",
             self.model_config.path.name,
@@ -130,10 +134,10 @@ class UniprocExecutor:
 
     def _load_model(self, ops: Ops) -> Decoder:
         config, device = self.model_config, self._device
-        if self._config.load_format == "dummy":
-            dummy = DummyWeights(self.dtype, device, self._config.seed, config.attention_bias)
-            return Decoder(config, dummy, ops, self.max_model_len, device)
         try:
+            if self._config.load_format == "dummy":
+                dummy = DummyWeights(self.dtype, device, self._config.seed, config.attention_bias)
+                return Decoder(config, dummy, ops, self.max_model_len, device)
             with SafetensorsWeights(config.path, self.dtype, device) as weights:
                 return Decoder(config, weights, ops, self.max_model_len, device)
         except (MemoryError, RuntimeError) as error:
@@ -166,25 +170,43 @@ class UniprocExecutor:
     def _gpu_bytes(self, model: Decoder, layout: KVLayout) -> int:
         """What weights, activations and graphs take at their peak."""
         sized = (model, layout, self._config, self.max_model_len, self._device)
-        if not self._captures:
-            return peak_memory(*sized)
-        sizes = batch_sizes(self._config.max_num_seqs or 1)
-        num_graphs = len(sizes) * len(context_lengths(self.max_model_len))
-        return peak_memory(*sized) + graph_bytes(num_graphs, decode_memory(*sized))
+        with self._refusing("max_num_batched_tokens or max_num_seqs"):
+            if not self._captures:
+                return peak_memory(*sized)
+            sizes = batch_sizes(self._config.max_num_seqs or 1)
+            num_graphs = len(sizes) * len(context_lengths(self.max_model_len))
+            return peak_memory(*sized) + graph_bytes(num_graphs, decode_memory(*sized))
 
-    def _make_runner(self, model: Decoder, ops: Ops) -> ModelRunner:
-        kv_cache = allocate(self._layout, self._device)
-        with self._watch.stage("warm-up"):
-            warm_up(model, kv_cache, self._layout, self.max_model_len)
-        batch = InputBatch(
+    def _make_batch(self) -> InputBatch:
+        return InputBatch(
             self._config.max_num_seqs or 1,
             self.max_model_len,
-            self._layout.block_size,
+            self._config.block_size or 16,
             self.model_config.vocab_size,
             self._device,
         )
-        decode = self._capture(model, ops, kv_cache, batch) if self._captures else None
+
+    def _make_runner(self, model: Decoder, ops: Ops, batch: InputBatch) -> ModelRunner:
+        kv_cache = allocate(self._layout, self._device)
+        with self._refusing("gpu_memory_utilization"):
+            with self._watch.stage("warm-up"):
+                warm_up(model, kv_cache, self._layout, self.max_model_len)
+            decode = self._capture(model, ops, kv_cache, batch) if self._captures else None
         return ModelRunner(model, kv_cache, self._layout, batch, self._connector, decode)
+
+    @contextmanager
+    def _refusing(self, settings: str) -> Iterator[None]:
+        """Running out of memory is a refusal of settings that do not fit."""
+        try:
+            yield
+        except torch.OutOfMemoryError as error:
+            held = torch.cuda.memory_allocated(self._device) / GIB
+            raise ConfigError(
+                f"{self.model_config.path.name} loads, but a step of "
+                f"{self._config.max_num_batched_tokens} tokens and {self._config.max_num_seqs} "
+                f"requests does not fit {self._device} beside {held:.1f} GiB that are held: "
+                f"{error}; lower {settings}"
+            ) from error
 
     def _capture(
         self, model: Decoder, ops: Ops, kv_cache: Tensor, batch: InputBatch
