@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 
 from diptych.errors import ConfigError
+from diptych.kernels.fp8_tensor import Fp8Tensor
 from diptych.kernels.row_inputs import RowInputs
 
 
 class Ops(Protocol):
-    """The ops of `reference.py`: same names, signatures and meaning.
+    """The ops of `reference.py` and `fp8_tensor.py`: same names, signatures and meaning.
 
     An `Ops` serves one thread: it may keep workspaces and plans from one call to the next.
     """
@@ -99,6 +100,14 @@ class Ops(Protocol):
     ) -> Tensor: ...
 
     def silu_mul(self, x: Tensor) -> Tensor: ...
+
+    def quantise_rows(self, x: Tensor, tile: int = 0) -> Fp8Tensor: ...
+
+    def fp8_linear(
+        self, x: Fp8Tensor, weight: Fp8Tensor, dtype: torch.dtype, bias: Tensor | None = None
+    ) -> Tensor: ...
+
+    def fp8_linear_parts(self, x: Fp8Tensor, weight: Fp8Tensor, dtype: torch.dtype) -> Tensor: ...
 
     def gumbel_argmax(
         self, logits: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from diptych.kernels import reference
+from diptych.kernels import fp8_tensor, reference
 from diptych.kernels.host_memory import keep_freed_memory
 from diptych.kernels.torch_plan import (
     AttentionPlan,
@@ -196,6 +196,9 @@ class TorchOps:
     def gated_linear(self, x: Tensor, weight: Tensor) -> Tensor:
         return self.silu_mul(functional.linear(x, weight))
 
+    quantise_rows = staticmethod(fp8_tensor.quantise_rows)
+    fp8_linear = staticmethod(fp8_tensor.fp8_linear)
+    fp8_linear_parts = staticmethod(fp8_tensor.fp8_linear_parts)
     gumbel_argmax = staticmethod(reference.gumbel_argmax)
     read_rows = staticmethod(reference.read_rows)
     advance_rows = staticmethod(reference.advance_rows)

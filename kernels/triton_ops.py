@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 from torch.nn import functional
 
+from diptych.kernels import fp8_tensor
 from diptych.kernels.decode_rows import advance_rows, read_rows, write_rows
 from diptych.kernels.gumbel_argmax import gumbel_argmax
 from diptych.kernels.paged_decode_attention import paged_decode_attention
@@ -35,6 +36,9 @@ class TritonOps:
     def gated_linear(self, x: Tensor, weight: Tensor) -> Tensor:
         return silu_mul(functional.linear(x, weight))
 
+    quantise_rows = staticmethod(fp8_tensor.quantise_rows)
+    fp8_linear = staticmethod(fp8_tensor.fp8_linear)
+    fp8_linear_parts = staticmethod(fp8_tensor.fp8_linear_parts)
     gumbel_argmax = staticmethod(gumbel_argmax)
     read_rows = staticmethod(read_rows)
     advance_rows = staticmethod(advance_rows)

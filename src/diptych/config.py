@@ -63,6 +63,9 @@ class EngineConfig:
     dtype: str = _flag(
         "auto", "auto (the model's on GPUs, float32 on CPUs), float32, bfloat16, float16"
     )
+    quantization: str | None = _flag(
+        None, "fp8 rounds weights to 8 bits when loaded; checkpoints of fp8 need no flag"
+    )
     kv_cache_dtype: str = _flag(
         "auto", "type that KV is kept in: auto (as dtype), or fp8 = fp8_e4m3 (half of bfloat16)"
     )
@@ -94,6 +97,8 @@ class EngineConfig:
     def __post_init__(self) -> None:
         check_one_of("dtype", self.dtype, ("auto", "float32", "bfloat16", "float16"))
         check_one_of("kv_cache_dtype", self.kv_cache_dtype, ("auto", "fp8", "fp8_e4m3"))
+        if self.quantization is not None:
+            check_one_of("quantization", self.quantization, ("fp8",))
         check_one_of("load_format", self.load_format, ("auto", "dummy"))
         check_one_of("scheduling_policy", self.scheduling_policy, ("fcfs", "priority"))
         check_one_of("attention_backend", self.attention_backend, ("auto", "torch", "triton"))

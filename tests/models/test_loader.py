@@ -107,12 +107,6 @@ def test_a_rope_scaling_that_is_not_known_is_named(tmp_path: Path) -> None:
         load(model)
 
 
-def test_quantised_weights_are_refused_by_their_method(tmp_path: Path) -> None:
-    model = make_tiny_model(tmp_path / "m", quantization_config={"quant_method": "gptq", "bits": 4})
-    with pytest.raises(ModelLoadError, match="quantised by gptq"):
-        load(model)
-
-
 def test_dummy_weights_are_equal_for_equal_seeds() -> None:
     first, again, other = (DummyWeights(torch.float32, CPU, seed, False) for seed in (1, 1, 2))
     drawn = [weights.load(["w"], [8], 16) for weights in (first, again, other)]

@@ -25,6 +25,7 @@ class _SavedWeights:
 
     def __init__(self, weights: DummyWeights, target: Path) -> None:
         self._weights = weights
+        self.dtype, self.fp8 = weights.dtype, None
         self._target = target
         self._shard: dict[str, Tensor] = {}
         self._shard_bytes = self._num_shards = 0
@@ -33,14 +34,23 @@ class _SavedWeights:
     def __contains__(self, name: str) -> bool:
         return name in self._weights
 
-    def load(self, names: Sequence[str], rows: Sequence[int], *columns: int) -> Tensor:
-        fused = self._weights.load(names, rows, *columns)
+    def load(
+        self,
+        names: Sequence[str],
+        rows: Sequence[int],
+        *columns: int,
+        dtype: torch.dtype | None = None,
+    ) -> Tensor:
+        fused = self._weights.load(names, rows, *columns, dtype=dtype)
         for name, part in zip(names, torch.split(fused, list(rows)), strict=True):
             self._shard[name] = part.to("cpu", copy=True)
             self._shard_bytes += part.nbytes
         if self._shard_bytes >= _SHARD_BYTES:
             self._write_shard()
         return fused
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._weights.shape(name)
 
     def number(self, name: str) -> float:
         return self._weights.number(name)

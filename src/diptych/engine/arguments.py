@@ -34,7 +34,6 @@ _ONLY: Mapping[str, tuple[Any, ...]] = {
     "enable_chunked_prefill": (True, None),
     "enable_expert_parallel": (False,),
     "enable_lora": (False,),
-    "quantization": (None,),
     "runner": ("auto", "generate"),
     "skip_tokenizer_init": (False,),
     "speculative_config": (None,),

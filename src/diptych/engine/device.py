@@ -10,6 +10,7 @@ from diptych.config import EngineConfig
 from diptych.engine.vector_math import settle_vector_math
 from diptych.errors import ConfigError, ModelLoadError
 from diptych.models.config import ModelConfig
+from diptych.models.fp8_scheme import Fp8Scheme, choose_scheme
 
 _DTYPES = ("float32", "bfloat16", "float16")
 # major number of the compute capability
@@ -68,6 +69,21 @@ def choose_kv_dtype(name: str, dtype: torch.dtype, device: torch.device) -> torc
         return dtype
     require_e4m3("kv_cache_dtype", name, device)
     return torch.float8_e4m3fn
+
+
+def choose_fp8(
+    quantization: str | None, model: ModelConfig, device: torch.device
+) -> Fp8Scheme | None:
+    """How weights are e4m3, if they are.
+
+    Raises:
+        ConfigError: the GPU has no such type.
+        ModelLoadError: the checkpoint is quantised in a way that is not supported.
+    """
+    scheme = choose_scheme(quantization, model)
+    if scheme is not None:
+        require_e4m3("quantization", "fp8", device)
+    return scheme
 
 
 def require_e4m3(argument: str, value: str, device: torch.device) -> None:

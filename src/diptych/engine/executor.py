@@ -17,6 +17,7 @@ from diptych.engine.captured_decode import CapturedDecode, capture_decode
 from diptych.engine.device import (
     choose_device,
     choose_dtype,
+    choose_fp8,
     choose_kv_dtype,
     choose_max_model_len,
     dtype_name,
@@ -57,6 +58,7 @@ class UniprocExecutor:
         self.model_config = ModelConfig.from_directory(resolve_model(config.model, config.revision))
         self.dtype = choose_dtype(config.dtype, self.model_config, self._device)
         self._kv_dtype = choose_kv_dtype(config.kv_cache_dtype, self.dtype, self._device)
+        self._fp8 = choose_fp8(config.quantization, self.model_config, self._device)
         self.max_model_len = choose_max_model_len(config, self.model_config)
         self._config = replace(
             with_device_defaults(config, self._device), max_model_len=self.max_model_len
@@ -128,6 +130,7 @@ class UniprocExecutor:
             [] if dummy else weight_files(self.model_config.path),
             dtype=dtype_name(self.dtype),
             kv_dtype=dtype_name(self._kv_dtype),
+            weights=str(self._fp8),
             # devices draw other numbers from one seed
             seed=f"{self._config.seed} on {self._device.type}" if dummy else None,
         )
@@ -136,9 +139,11 @@ class UniprocExecutor:
         config, device = self.model_config, self._device
         try:
             if self._config.load_format == "dummy":
-                dummy = DummyWeights(self.dtype, device, self._config.seed, config.attention_bias)
+                fp8 = None if self._fp8 is None else replace(self._fp8, stored=False)
+                seed, biases = self._config.seed, config.attention_bias
+                dummy = DummyWeights(self.dtype, device, seed, biases, fp8)
                 return Decoder(config, dummy, ops, self.max_model_len, device)
-            with SafetensorsWeights(config.path, self.dtype, device) as weights:
+            with SafetensorsWeights(config.path, self.dtype, device, self._fp8) as weights:
                 return Decoder(config, weights, ops, self.max_model_len, device)
         except (MemoryError, RuntimeError) as error:
             # on a CPU torch has no class for it

@@ -49,6 +49,7 @@ class ModelConfig:
     dtype: str
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
+    quantization: dict[str, Any] | None = None
 
     @classmethod
     def from_directory(cls, path: Path) -> ModelConfig:
@@ -60,9 +61,6 @@ class ModelConfig:
                 f"architecture {architecture} of {path} is not supported; "
                 f"supported are {', '.join(ARCHITECTURES)}"
             )
-        if quantisation := raw.get("quantization_config"):
-            method = quantisation.get("quant_method") if isinstance(quantisation, dict) else None
-            raise ModelLoadError(f"{path} has weights quantised by {method}: not supported")
         activation = raw.get("hidden_act") or "silu"
         if activation not in ("silu", "swish"):
             raise ModelLoadError(f"activation {activation} of {path} is not supported, only silu")
@@ -112,6 +110,7 @@ class ModelConfig:
             dtype=str(raw.get("dtype") or raw.get("torch_dtype") or "float32"),
             bos_token_id=raw.get("bos_token_id"),
             eos_token_ids=_eos_token_ids(path, raw),
+            quantization=dict(raw.get("quantization_config") or {}) or None,
         )
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from diptych.errors import ModelLoadError
 from diptych.kernels.dispatch import Ops
 from diptych.models.config import ModelConfig
+from diptych.models.fp8 import load_fp8, make_fp8_matrix
 from diptych.models.loader import Weights
 from diptych.models.matrix import Matrix, make_matrix
 
@@ -84,10 +85,13 @@ def load_matrix(
     ops: Ops, weights: Weights, names: Sequence[str], rows: Sequence[int], columns: int
 ) -> Matrix:
     """One matrix, or several with the same input, fused."""
-    weight = weights.load([f"{name}.weight" for name in names], rows, columns)
     biases = [f"{name}.bias" for name in names]
     bias = weights.load(biases, rows) if biases[0] in weights else None
-    return make_matrix(ops, weight, bias)
+    if weights.fp8 is not None and weights.fp8.covers(names):
+        return make_fp8_matrix(
+            ops, load_fp8(weights.fp8, weights, names, rows, columns), bias, weights.dtype
+        )
+    return make_matrix(ops, weights.load([f"{name}.weight" for name in names], rows, columns), bias)
 
 
 class Attention:

@@ -18,24 +18,56 @@ import torch
 from torch import Tensor
 
 from diptych.errors import ModelLoadError
+from diptych.kernels.fp8_tensor import E4M3
+from diptych.models.fp8_scheme import Fp8Scheme
 from diptych.models.safetensors_file import DTYPES, SafetensorsFile
 from diptych.models.staged_copy import StagedCopy
 
 _log = logging.getLogger(__name__)
 
-_UNUSED_SUFFIXES = (".rotary_emb.inv_freq",)
+# of checkpoints of fp8: fixed scales of activations, which are rounded as they come
+_UNUSED_SUFFIXES = (".rotary_emb.inv_freq", ".input_scale", ".output_scale")
 
 
 class Weights(Protocol):
-    """What a model needs to be built."""
+    """What a model needs to be built.
+
+    Attributes:
+        dtype: to compute in.
+        fp8: which matrices are to be e4m3; None for none.
+    """
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    @property
+    def fp8(self) -> Fp8Scheme | None: ...
 
     def __contains__(self, name: str) -> bool: ...
 
-    def load(self, names: Sequence[str], rows: Sequence[int], *columns: int) -> Tensor:
+    def load(
+        self,
+        names: Sequence[str],
+        rows: Sequence[int],
+        *columns: int,
+        dtype: torch.dtype | None = None,
+    ) -> Tensor:
         """`[sum(rows), *columns]`: tensor `names[i]` of `rows[i]` rows, one below the other.
+
+        Args:
+            dtype: of the result; the type to compute in if absent. Nothing is converted to or from
+                e4m3, which means nothing without its scale.
 
         Raises:
             ModelLoadError: a tensor is missing, truncated, or of another shape or dtype.
+        """
+        ...
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Of tensor `name`.
+
+        Raises:
+            ModelLoadError: the tensor is missing.
         """
         ...
 
@@ -51,9 +83,16 @@ class Weights(Protocol):
 class SafetensorsWeights:
     """The tensors of a model directory; a context manager that holds its files open."""
 
-    def __init__(self, directory: Path, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        dtype: torch.dtype,
+        device: torch.device,
+        fp8: Fp8Scheme | None = None,
+    ) -> None:
         self._directory = directory
-        self._dtype = dtype
+        self.dtype = dtype
+        self.fp8 = fp8
         self._device = device
         self._stack = ExitStack()
         self._files: dict[str, SafetensorsFile] = {}
@@ -80,14 +119,24 @@ class SafetensorsWeights:
     def __contains__(self, name: str) -> bool:
         return name in self._files
 
-    def load(self, names: Sequence[str], rows: Sequence[int], *columns: int) -> Tensor:
-        fused = torch.empty((sum(rows), *columns), dtype=self._dtype, device=self._device)
+    def load(
+        self,
+        names: Sequence[str],
+        rows: Sequence[int],
+        *columns: int,
+        dtype: torch.dtype | None = None,
+    ) -> Tensor:
+        dtype = dtype or self.dtype
+        fused = torch.empty((sum(rows), *columns), dtype=dtype, device=self._device)
         for name, part, count in zip(names, torch.split(fused, list(rows)), rows, strict=True):
             self._read(name, (count, *columns), part)
         return fused
 
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._file_of(name).places[name].shape
+
     def number(self, name: str) -> float:
-        shape = self._file_of(name).places[name].shape
+        shape = self.shape(name)
         value = torch.empty(1, dtype=torch.float32, device=self._device)
         self._read(name, shape if shape in ((), (1,)) else (1,), value)
         return float(value)
@@ -103,10 +152,11 @@ class SafetensorsWeights:
         self._unread.discard(name)
         place = file.places[name]
         dtype = DTYPES.get(place.dtype)
-        if dtype is None:
+        if dtype is None or (dtype == E4M3) != (part.dtype == E4M3):
+            names = ("F8_E4M3",) if part.dtype == E4M3 else DTYPES.keys() - {"F8_E4M3"}
             raise ModelLoadError(
                 f"tensor {name} of {self._directory} has dtype {place.dtype}; "
-                f"supported are {', '.join(DTYPES)}"
+                f"supported are {', '.join(n for n in DTYPES if n in names)}"
             )
         if place.shape != shape:
             raise ModelLoadError(
@@ -125,8 +175,16 @@ class SafetensorsWeights:
 class DummyWeights:
     """Random weights of the right shapes, equal for equal seeds on one kind of device."""
 
-    def __init__(self, dtype: torch.dtype, device: torch.device, seed: int, biases: bool) -> None:
-        self._dtype = dtype
+    def __init__(
+        self,
+        dtype: torch.dtype,
+        device: torch.device,
+        seed: int,
+        biases: bool,
+        fp8: Fp8Scheme | None = None,
+    ) -> None:
+        self.dtype = dtype
+        self.fp8 = fp8
         self._device = device
         self._biases = biases
         self._generator = torch.Generator(device).manual_seed(seed)
@@ -137,12 +195,21 @@ class DummyWeights:
         qkv = ("q_proj.bias", "k_proj.bias", "v_proj.bias")
         return self._biases and name.endswith(qkv) if name.endswith(".bias") else True
 
-    def load(self, names: Sequence[str], rows: Sequence[int], *columns: int) -> Tensor:
-        shape = (sum(rows), *columns)
+    def load(
+        self,
+        names: Sequence[str],
+        rows: Sequence[int],
+        *columns: int,
+        dtype: torch.dtype | None = None,
+    ) -> Tensor:
+        shape, dtype = (sum(rows), *columns), dtype or self.dtype
         if not columns:
-            return torch.ones(shape, dtype=self._dtype, device=self._device)
-        weights = torch.empty(shape, dtype=self._dtype, device=self._device)
+            return torch.ones(shape, dtype=dtype, device=self._device)
+        weights = torch.empty(shape, dtype=dtype, device=self._device)
         return weights.normal_(0.0, 1.0 / math.sqrt(columns[-1]), generator=self._generator)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        raise ModelLoadError(f"random weights do not know the shape of {name}")
 
     def number(self, name: str) -> float:
         raise ModelLoadError(f"random weights have no tensor {name}")

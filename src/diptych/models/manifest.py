@@ -15,7 +15,13 @@ _SAMPLES, _SAMPLE_BYTES = 64, 4096
 
 
 def kv_namespace(
-    config: ModelConfig, files: list[Path], *, dtype: str, kv_dtype: str, seed: str | None
+    config: ModelConfig,
+    files: list[Path],
+    *,
+    dtype: str,
+    kv_dtype: str,
+    weights: str,
+    seed: str | None,
 ) -> bytes:
     """Namespace of the KV of a model.
 
@@ -25,6 +31,7 @@ def kv_namespace(
     Args:
         files: the weight files; none for random weights.
         dtype, kv_dtype: what the engine computes in, and keeps.
+        weights: how they are rounded when loaded.
         seed: of random weights, and what drew them.
     """
     shape = {
@@ -47,7 +54,7 @@ def kv_namespace(
         )
     }
     fields = [("model", json.dumps(shape, sort_keys=True)), ("dtype", dtype)]
-    fields += [("kv_dtype", kv_dtype), ("seed", str(seed))]
+    fields += [("kv_dtype", kv_dtype), ("weights", weights), ("seed", str(seed))]
     fields += [("file", f"{file.name}:{_file_digest(file)}") for file in files]
     return namespace_digest(fields)
 

@@ -15,7 +15,12 @@ import torch
 
 from diptych.errors import ModelLoadError
 
-DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+DTYPES = {
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+}
 _MAX_HEADER_BYTES = 100_000_000
 # one call of the system reads no more than 2 GiB
 _MOST_AT_ONCE = 1 << 30
