@@ -28,7 +28,12 @@ def test_latency_measures_a_batch(
     figures = bench("latency", model, tmp_path / "out.json", *flags, "--num-iters=3")
     assert len(figures["latencies"]) == 3
     assert min(figures["latencies"]) <= figures["percentiles"]["50"] <= max(figures["latencies"])
-    assert figures["output_tokens_per_s"] == pytest.approx(8 / figures["avg_latency"])
+    assert figures["output_tokens_per_s"] == pytest.approx(8 / figures["percentiles"]["50"])
+    assert figures["total_tokens_per_s"] == pytest.approx(3 * figures["output_tokens_per_s"])
+    assert figures["percentiles"]["50"] == pytest.approx(
+        figures["times_floor"] * figures["floor_s"]
+    )
+    assert min(figures["tb_per_s"], figures["tflop_per_s"]) > 0
     assert figures["settings"]["batch_size"] == 2
     assert {"device", "versions", "commit"} <= figures.keys()
     assert "Avg latency" in capsys.readouterr().out
@@ -59,6 +64,7 @@ def test_throughput_counts_all_tokens(
     figures = bench("throughput", model, tmp_path / "out.json", *flags)
     assert figures["num_requests"] == 5
     assert figures["total_num_tokens"] == 5 * 15
+    assert figures["elapsed_time"] == pytest.approx(figures["times_floor"] * figures["floor_s"])
     assert "Throughput:" in capsys.readouterr().out
 
 

@@ -105,3 +105,17 @@ def test_saturation_beyond_what_was_measured_is_unknown(batches: tuple[int, ...]
 def test_a_faster_device_has_a_lower_floor() -> None:
     fast = replace(LLAMA, hardware=Hardware(bytes_per_s=8.6e12))
     assert fast.decode_s(1, 1024) == pytest.approx(LLAMA.decode_s(1, 1024) / 2)
+
+
+def test_many_requests_are_bound_by_multiplying() -> None:
+    """Full steps: about 40,000 tokens of 1,024 + 128 in a second, whatever their number."""
+    for count in (1, 1000):
+        rate = count * 1152 / LLAMA.throughput_s(count, 1024, 128)
+        assert rate == pytest.approx(44_000, rel=0.05)
+
+
+def test_a_batch_reads_and_multiplies_once_a_step() -> None:
+    assert LLAMA.batch_bytes(8, 32, 128) == pytest.approx(128 * LLAMA.num_weights * 2, rel=0.05)
+    assert LLAMA.batch_flops(8, 32, 128) == pytest.approx(
+        8 * 159 * 2 * LLAMA.num_layer_weights, rel=0.1
+    )

@@ -15,7 +15,7 @@ def add_hardware_arguments(parser: argparse.ArgumentParser) -> None:
     add("--peak-tflop-per-s", type=float, default=790.0, help="of matmuls, for the floor")
     add("--attention-tflop-per-s", type=float, default=600.0, help="of prefill attention")
     add("--weight-bytes", type=int, help="of one weight, for the floor; the dtype's if absent")
-    add("--kv-bytes", type=int, help="of one element of KV, for the floor; the dtype's if absent")
+    add("--kv-bytes", type=int, help="of one element of KV, for the floor; the cache's if absent")
 
 
 def roofline_of(args: argparse.Namespace, llm: LLM) -> Roofline:
@@ -33,5 +33,5 @@ def roofline_of(args: argparse.Namespace, llm: LLM) -> Roofline:
             attention_flops_per_s=args.attention_tflop_per_s * 1e12,
         ),
         weight_bytes=args.weight_bytes or itemsize,
-        kv_bytes=args.kv_bytes or itemsize,
+        kv_bytes=args.kv_bytes or (1 if llm.config.kv_cache_dtype.startswith("fp8") else itemsize),
     )

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from diptych.bench.hardware import add_hardware_arguments, roofline_of
 from diptych.bench.offline import (
     add_engine_arguments,
     make_llm,
@@ -18,6 +19,7 @@ from diptych.bench.offline import (
     report,
     say,
 )
+from diptych.bench.roofline import Roofline
 from diptych.errors import ConfigError
 from diptych.sampling_params import SamplingParams
 
@@ -38,6 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--num-iters", type=int, default=30, help="batches that are measured")
     add("--temperature", type=float, default=0.0, help="0 takes the likeliest token")
     add("--compare", choices=["transformers"], default=None, help="measure this one beside ours")
+    add_hardware_arguments(parser)
     add_engine_arguments(parser)
 
 
@@ -48,12 +51,20 @@ def main(args: argparse.Namespace) -> int:
     with make_llm(args) as llm:
         run = _our_run(llm, args, args.batch_size, temperature=args.temperature)
         latencies = _measure({"ours": run}, args)["ours"]
-        device = llm.device
-    figures = _summary(latencies, args.batch_size * args.output_len)
-    say(f"Avg latency: {figures['avg_latency']:.4f} s")
+        device, roofline = llm.device, roofline_of(args, llm)
+    figures = _summary(latencies, args, roofline)
+    say(f"Avg latency: {figures['avg_latency'] * 1e3:.2f} ms")
     for percent in PERCENTILES:
-        say(f"{percent}% percentile latency: {figures['percentiles'][str(percent)]:.4f} s")
-    say(f"Output throughput: {figures['output_tokens_per_s']:.1f} tok/s")
+        say(f"{percent}% percentile latency: {figures['percentiles'][str(percent)] * 1e3:.2f} ms")
+    say(
+        f"At the median: {figures['requests_per_s']:.2f} requests/s, tok/s: "
+        f"{figures['input_tokens_per_s']:.1f} input, {figures['output_tokens_per_s']:.1f} output, "
+        f"{figures['total_tokens_per_s']:.1f} total"
+    )
+    say(
+        f"{figures['tb_per_s']:.2f} TB/s, {figures['tflop_per_s']:.1f} TFLOP/s, "
+        f"{figures['times_floor']:.2f} x the floor of {figures['floor_s'] * 1e3:.2f} ms"
+    )
     report("latency", args, device, figures)
     return 0
 
@@ -118,13 +129,25 @@ def _measure(
     return seconds
 
 
-def _summary(latencies: list[float], num_tokens: int) -> dict[str, Any]:
-    average = statistics.fmean(latencies)
+def _summary(
+    latencies: list[float], args: argparse.Namespace, roofline: Roofline
+) -> dict[str, Any]:
+    """Latencies, and the rates of the median one."""
+    shape = (args.batch_size, args.input_len, args.output_len)
+    median, floor_s = statistics.median(latencies), roofline.batch_s(*shape)
+    num_input, num_output = (args.batch_size * n for n in (args.input_len, args.output_len))
     return {
-        "avg_latency": average,
+        "avg_latency": statistics.fmean(latencies),
         "latencies": latencies,
         "percentiles": {str(p): percentile(latencies, p) for p in PERCENTILES},
-        "output_tokens_per_s": num_tokens / average,
+        "requests_per_s": args.batch_size / median,
+        "input_tokens_per_s": num_input / median,
+        "output_tokens_per_s": num_output / median,
+        "total_tokens_per_s": (num_input + num_output) / median,
+        "tb_per_s": roofline.batch_bytes(*shape) / median / 1e12,
+        "tflop_per_s": roofline.batch_flops(*shape) / median / 1e12,
+        "floor_s": floor_s,
+        "times_floor": median / floor_s,
     }
 
 

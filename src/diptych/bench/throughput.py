@@ -6,12 +6,13 @@ import argparse
 import json
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from diptych.bench import peer_vllm
+from diptych.bench.hardware import add_hardware_arguments, roofline_of
 from diptych.bench.offline import (
     add_engine_arguments,
     make_llm,
@@ -19,6 +20,7 @@ from diptych.bench.offline import (
     report,
     say,
 )
+from diptych.bench.roofline import Roofline
 from diptych.engine.llm import LLM
 from diptych.errors import ConfigError
 from diptych.sampling_params import SamplingParams
@@ -50,6 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--temperature", type=float, default=0.0, help="0 takes the likeliest token")
     add("--disable-detokenize", action="store_true", help="make no text")
+    add_hardware_arguments(parser)
     add_engine_arguments(parser)
 
 
@@ -69,15 +72,20 @@ def main(args: argparse.Namespace) -> int:
         start = time.perf_counter()
         outputs = llm.generate([s.prompt_token_ids for s in samples], params)
         elapsed_s = time.perf_counter() - start
-        device = llm.device
+        device, roofline = llm.device, roofline_of(args, llm)
     num_prompt = sum(len(o.prompt_token_ids) for o in outputs)
     num_output = sum(len(o.outputs[0].token_ids) for o in outputs)
     figures = _figures(len(outputs), num_prompt, num_output, elapsed_s)
+    figures |= _against_floor(samples, elapsed_s, roofline)
     say(
         f"Throughput: {figures['requests_per_second']:.2f} requests/s, "
         f"{figures['tokens_per_second']:.1f} total tok/s, "
         f"{figures['input_tokens_per_second']:.1f} input tok/s, "
         f"{figures['output_tokens_per_second']:.1f} output tok/s"
+    )
+    say(
+        f"{figures['tflop_per_s']:.1f} TFLOP/s, {figures['kv_tb_per_s']:.2f} TB/s of KV, "
+        f"{figures['times_floor']:.2f} x the floor of {figures['floor_s']:.2f} s"
     )
     _say_peer(args, device, figures)
     say(f"Total num prompt tokens: {num_prompt}")
@@ -112,6 +120,22 @@ def _figures(
         "tokens_per_second": (num_prompt + num_output) / elapsed_s,
         "input_tokens_per_second": num_prompt / elapsed_s,
         "output_tokens_per_second": num_output / elapsed_s,
+    }
+
+
+def _against_floor(
+    samples: Sequence[Sample], elapsed_s: float, roofline: Roofline
+) -> dict[str, float]:
+    """Rates of what must be computed and read (weights, once for many requests, left out)."""
+    shapes = [(1, len(sample.prompt_token_ids), sample.output_len) for sample in samples]
+    floor_s = sum(roofline.throughput_s(*shape) for shape in shapes)
+    flops = sum(roofline.batch_flops(*shape) for shape in shapes)
+    kv_s = sum((n_out - 1) * roofline.kv_s(1, n_in + n_out / 2) for _, n_in, n_out in shapes)
+    return {
+        "tflop_per_s": flops / elapsed_s / 1e12,
+        "kv_tb_per_s": kv_s * roofline.hardware.bytes_per_s / elapsed_s / 1e12,
+        "floor_s": floor_s,
+        "times_floor": elapsed_s / floor_s,
     }
 
 
