@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 from typing import Protocol
 
@@ -10,6 +9,7 @@ import torch
 from torch import Tensor
 
 from diptych.errors import ConfigError
+from diptych.kernels.attention_spec import AttentionSpec
 from diptych.kernels.fp8_tensor import Fp8Tensor
 from diptych.kernels.row_inputs import RowInputs
 
@@ -145,33 +145,33 @@ class Ops(Protocol):
     ) -> None: ...
 
 
-def select_ops(device: torch.device, attention_backend: str = "auto") -> Ops:
+def select_ops(
+    device: torch.device, attention_backend: str = "auto", spec: AttentionSpec | None = None
+) -> Ops:
     """The ops for a device.
 
     Args:
         device: where the tensors live.
-        attention_backend: `auto` (Triton on CUDA, torch elsewhere), `torch` or `triton`. Triton on
-            a CPU runs only under its interpreter (`TRITON_INTERPRET=1`).
+        attention_backend: `auto` (the best for a GPU, torch elsewhere), `torch`, `triton`, or
+            `fa3` (Triton, but FlashAttention-3 for prefill attention). Triton on a CPU runs only
+            under its interpreter (`TRITON_INTERPRET=1`).
+        spec: of the model's attention, which the backends for some heads ask for.
 
     Raises:
-        ConfigError: Triton was asked for (or implied by the device) and cannot run.
+        ConfigError: what was asked for (or implied by the device) cannot run, or is wrong here.
     """
-    if attention_backend == "auto":
-        attention_backend = "triton" if device.type == "cuda" else "torch"
-    if attention_backend == "triton" and device.type == "cpu":
-        _require_interpreter()
-    name = {"torch": "torch_ops:TorchOps", "triton": "triton_ops:TritonOps"}[attention_backend]
-    module, _, attribute = name.partition(":")
+    if attention_backend == "torch" or (attention_backend == "auto" and device.type != "cuda"):
+        from diptych.kernels.torch_ops import TorchOps
+
+        return TorchOps()
+    if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+        raise ConfigError(f"attention_backend {attention_backend} needs a GPU; on a CPU use torch")
     try:
-        ops: Ops = getattr(importlib.import_module(f"diptych.kernels.{module}"), attribute)()
+        from diptych.kernels.prefill_backends import choose_prefill
+        from diptych.kernels.triton_ops import TritonOps
     except ModuleNotFoundError as error:
         raise ConfigError(
             f"attention_backend {attention_backend} needs the package {error.name}: install it, "
             "or set attention_backend to torch"
         ) from error
-    return ops
-
-
-def _require_interpreter() -> None:
-    if os.environ.get("TRITON_INTERPRET") != "1":
-        raise ConfigError("attention_backend triton needs a GPU; on a CPU use torch")
+    return TritonOps(choose_prefill(device, attention_backend, spec))

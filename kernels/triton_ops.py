@@ -6,6 +6,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from diptych.kernels import fp8_tensor
+from diptych.kernels.attention_spec import PrefillAttention
 from diptych.kernels.decode_rows import advance_rows, read_rows, write_rows
 from diptych.kernels.gumbel_argmax import gumbel_argmax
 from diptych.kernels.paged_decode_attention import paged_decode_attention
@@ -18,12 +19,14 @@ from diptych.kernels.store_kv import store_kv
 
 
 class TritonOps:
-    """`dispatch.Ops` by Triton kernels."""
+    """`dispatch.Ops` by Triton kernels, prefill attention by whom the caller chose."""
 
     capturable = True
 
+    def __init__(self, prefill: PrefillAttention = paged_prefill_attention) -> None:
+        self.paged_prefill_attention = prefill
+
     store_kv = staticmethod(store_kv)
-    paged_prefill_attention = staticmethod(paged_prefill_attention)
     paged_decode_attention = staticmethod(paged_decode_attention)
     rms_norm = staticmethod(rms_norm)
     add_rms_norm = staticmethod(add_rms_norm)

@@ -84,7 +84,9 @@ class EngineConfig:
     )
     scheduling_policy: str = _flag("fcfs", "fcfs or priority (lower first)")
     enable_prefix_caching: bool = _flag(True, "reuse KV of equal prefixes")
-    attention_backend: str = _flag("auto", "auto, torch or triton")
+    attention_backend: str = _flag(
+        "auto", "auto, torch, triton, or fa3 (needs diptych[fa3] and a Hopper GPU)"
+    )
     enforce_eager: bool = _flag(False, "run decode steps without CUDA graphs")
     async_scheduling: bool | None = _flag(
         None, "plan a step while the one before runs; on with CUDA graphs if absent"
@@ -101,7 +103,8 @@ class EngineConfig:
             check_one_of("quantization", self.quantization, ("fp8",))
         check_one_of("load_format", self.load_format, ("auto", "dummy"))
         check_one_of("scheduling_policy", self.scheduling_policy, ("fcfs", "priority"))
-        check_one_of("attention_backend", self.attention_backend, ("auto", "torch", "triton"))
+        backends = ("auto", "torch", "triton", "fa3")
+        check_one_of("attention_backend", self.attention_backend, backends)
         if self.device not in ("auto", "cpu", "cuda") and not self.device.startswith("cuda:"):
             raise ConfigError(f"device must be auto, cpu, cuda or cuda:N, not {self.device!r}")
         if self.block_size is not None and (self.block_size < 16 or self.block_size % 16):

@@ -44,7 +44,7 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     add("--max-model-len", type=int, default=None, help="longest prompt plus output")
     add("--max-num-seqs", type=int, default=None, help="most requests per step")
     add("--max-num-batched-tokens", type=int, default=None, help="most tokens per step")
-    add("--attention-backend", default="auto", help="auto, torch or triton")
+    add("--attention-backend", default="auto", help="auto, torch, triton or fa3")
     add("--enable-prefix-caching", action=argparse.BooleanOptionalAction, default=False)
     add("--seed", type=int, default=0, help="seed of prompts and sampling")
     add("--output-json", type=Path, default=None, help="write the figures to this file")

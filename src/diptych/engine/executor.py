@@ -32,6 +32,7 @@ from diptych.engine.step import ModelRunnerOutput, SchedulerOutput, StepHandle
 from diptych.engine.stopwatch import Stopwatch
 from diptych.engine.warm_up import decode_memory, peak_memory, warm_up
 from diptych.errors import ConfigError, EngineError, ModelLoadError
+from diptych.kernels.attention_spec import AttentionSpec
 from diptych.kernels.dispatch import Ops, select_ops
 from diptych.models.config import ModelConfig
 from diptych.models.fetch import resolve_model
@@ -64,7 +65,7 @@ class UniprocExecutor:
             with_device_defaults(config, self._device), max_model_len=self.max_model_len
         )
         self._namespace = self._digest()
-        ops = select_ops(self._device, config.attention_backend)
+        ops = select_ops(self._device, config.attention_backend, self._attention_spec())
         on_gpu = self._device.type == "cuda"
         self._captures = on_gpu and ops.capturable and not config.enforce_eager
         if config.async_scheduling is None:
@@ -133,6 +134,18 @@ class UniprocExecutor:
             weights=str(self._fp8),
             # devices draw other numbers from one seed
             seed=f"{self._config.seed} on {self._device.type}" if dummy else None,
+        )
+
+    def _attention_spec(self) -> AttentionSpec:
+        config = self.model_config
+        return AttentionSpec(
+            dtype=self.dtype,
+            kv_dtype=self._kv_dtype,
+            num_heads=config.num_heads,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            block_size=self._config.block_size or 16,
+            sliding_window=config.sliding_window,
         )
 
     def _load_model(self, ops: Ops) -> Decoder:
