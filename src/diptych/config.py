@@ -78,7 +78,9 @@ class EngineConfig:
     gpu_memory_utilization: float = _flag(0.9, "share of GPU memory that the engine may use")
     cpu_kv_cache_bytes: int = _flag(512 * MIB, "KV cache budget on a CPU")
     max_num_batched_tokens: int | None = _flag(None, "tokens per step; 2048 on CPUs, 8192 on GPUs")
-    max_num_seqs: int | None = _flag(None, "requests per step; 64 on CPUs, 256 on GPUs")
+    max_num_seqs: int | None = _flag(
+        None, "requests per step; 64 on CPUs, 256 on GPUs, 1024 on those of 70 GiB or more"
+    )
     long_prefill_token_threshold: int = _flag(
         0, "most prompt tokens of one request per step; 0: no limit"
     )

@@ -56,8 +56,8 @@ def limit() -> Iterator[None]:
 
 
 def engine(model: Path, **settings) -> LLM:
-    defaults = {"load_format": "dummy", "device": "cuda", "gpu_memory_utilization": SHARE}
-    return LLM(str(model), skip_tokenizer_init=True, **defaults | settings)
+    defaults = {"load_format": "dummy", "gpu_memory_utilization": SHARE, "max_num_seqs": 256}
+    return LLM(str(model), skip_tokenizer_init=True, device="cuda", **defaults | settings)
 
 
 @pytest.mark.parametrize("prompt_logprobs", [None, 5])

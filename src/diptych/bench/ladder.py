@@ -41,8 +41,8 @@ POINTS = {
     ),
 }
 BUDGET_S, QUICK_BUDGET_S = 300.0, 40.0
-# requests of a step, whatever the device
-_ALWAYS_FIT = 64
+# requests of a step by default, on a CPU and on a GPU of much memory
+_ALWAYS_FIT, _ROOMY = 64, 1024
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -74,7 +74,7 @@ def main(args: argparse.Namespace) -> int:
         return 0
     earlier = None if args.resume is None else _read(args.resume)
     todo = _todo(args, earlier)
-    arguments = _room(args, [point for points in todo.values() for point in points])
+    arguments = _room(args, todo)
     llm, start_up = timed_start(lambda: make_llm(args, **arguments))
     with llm:
         ladder = Ladder(
@@ -139,8 +139,9 @@ def _todo(args: argparse.Namespace, earlier: Ladder | None) -> dict[str, list[Po
     return todo
 
 
-def _room(args: argparse.Namespace, points: list[Point]) -> dict[str, int]:
+def _room(args: argparse.Namespace, todo: Mapping[str, list[Point]]) -> dict[str, int]:
     """Limits of the engine that the points need, where the flags set none."""
+    points = [point for kind in todo.values() for point in kind]
     if not points:
         raise ConfigError("there is nothing to measure")
     room = {}
@@ -149,9 +150,10 @@ def _room(args: argparse.Namespace, points: list[Point]) -> dict[str, int]:
         longest = max(point.length for point in points) + max(LONG, *(p.output for p in points))
         # to whole blocks of any size
         room["max_model_len"] = min(-(-longest // 256) * 256, config.max_position)
-    most = max(point.batch for point in points)
-    if args.max_num_seqs is None and most > _ALWAYS_FIT:
-        room["max_num_seqs"] = 256
+    # how many of a throughput row run at once is for the engine to say
+    together = [point.batch for kind in todo if kind != "throughput" for point in todo[kind]]
+    if args.max_num_seqs is None and max(together, default=0) > _ALWAYS_FIT:
+        room["max_num_seqs"] = max(_ROOMY, *together)
     return room
 
 

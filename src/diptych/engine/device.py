@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from diptych.config import EngineConfig
+from diptych.config import GIB, EngineConfig
 from diptych.engine.vector_math import settle_vector_math
 from diptych.errors import ConfigError, ModelLoadError
 from diptych.models.config import ModelConfig
@@ -15,6 +15,7 @@ from diptych.models.fp8_scheme import Fp8Scheme, choose_scheme
 _DTYPES = ("float32", "bfloat16", "float16")
 # major number of the compute capability
 _BFLOAT16_SINCE = 8
+_ROOMY_BYTES = 70 * GIB
 
 
 def choose_device(name: str) -> torch.device:
@@ -124,11 +125,16 @@ def set_up(config: EngineConfig, device: torch.device) -> None:
 
 
 def with_device_defaults(config: EngineConfig, device: torch.device) -> EngineConfig:
-    """Block size and batch limits filled in."""
+    """Block size and batch limits filled in.
+
+    On a roomy GPU many requests share each reading of the weights: 1,000 requests of 256 tokens in
+    and out are done sooner all at once than in four parts.
+    """
     gpu = device.type == "cuda"
+    roomy = gpu and torch.cuda.get_device_properties(device).total_memory >= _ROOMY_BYTES
     return replace(
         config,
         block_size=config.block_size or (64 if gpu else 16),
         max_num_batched_tokens=config.max_num_batched_tokens or (8192 if gpu else 2048),
-        max_num_seqs=config.max_num_seqs or (256 if gpu else 64),
+        max_num_seqs=config.max_num_seqs or (1024 if roomy else 256 if gpu else 64),
     )

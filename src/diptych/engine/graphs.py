@@ -33,7 +33,7 @@ def batch_sizes(max_num_seqs: int) -> list[int]:
     """Sizes that graphs are captured for, ascending: padding costs at most 7 rows up to 64, then at
     most a quarter."""
     steps = [1, 2, 4, *range(8, 64, 8), *range(64, 128, 16), *range(128, 256, 32)]
-    steps += range(256, max(max_num_seqs, 256), 64)
+    steps += [*range(256, 512, 64), *range(512, max(max_num_seqs, 512), 128)]
     return [size for size in steps if size < max_num_seqs] + [max_num_seqs]
 
 
