@@ -30,7 +30,13 @@ from diptych.engine.kv_cache import allocate, cpu_kv_bytes, gpu_kv_bytes, num_kv
 from diptych.engine.runner import ModelRunner
 from diptych.engine.step import ModelRunnerOutput, SchedulerOutput, StepHandle
 from diptych.engine.stopwatch import Stopwatch
-from diptych.engine.warm_up import decode_memory, peak_memory, warm_up
+from diptych.engine.warm_up import (
+    Shape,
+    decode_memory,
+    peak_memory,
+    serving_shapes,
+    warm_up,
+)
 from diptych.errors import ConfigError, EngineError, ModelLoadError
 from diptych.kernels.attention_spec import AttentionSpec
 from diptych.kernels.dispatch import Ops, select_ops
@@ -78,7 +84,7 @@ class UniprocExecutor:
             self._layout = self._size_kv_cache(model)
         self._runner: ModelRunner | None = self._make_runner(model, ops, batch)
         _log.info(
-            "loaded %s (%s) on %s in %.1f s: %d KV blocks of %d tokens (%s)",
+            "loaded %s (%s) on %s in %s: %d KV blocks of %d tokens (%s)",
             self.model_config.path.name,
             dtype_name(self.dtype),
             self._device,
@@ -208,9 +214,16 @@ class UniprocExecutor:
         kv_cache = allocate(self._layout, self._device)
         with self._refusing("gpu_memory_utilization"):
             with self._watch.stage("warm-up"):
-                warm_up(model, kv_cache, self._layout, self.max_model_len)
+                warm_up(model, kv_cache, self._layout, self._warm_up_shapes())
             decode = self._capture(model, ops, kv_cache, batch) if self._captures else None
         return ModelRunner(model, kv_cache, self._layout, batch, self._connector, decode)
+
+    def _warm_up_shapes(self) -> list[Shape]:
+        """On a CPU nothing is compiled."""
+        if self._device.type == "cpu":
+            return [Shape(1, count, count) for count in (1, 2) if count <= self.max_model_len]
+        most_seqs, most_tokens = self._config.max_num_seqs, self._config.max_num_batched_tokens
+        return serving_shapes(most_seqs or 1, most_tokens or 1, self.max_model_len)
 
     @contextmanager
     def _refusing(self, settings: str) -> Iterator[None]:

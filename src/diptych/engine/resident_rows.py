@@ -99,6 +99,9 @@ class ResidentRows:
         self.order = torch.full_like(last_tokens, -1)
         self.positions = torch.zeros_like(last_tokens)
         self.prompt_lens = torch.zeros_like(last_tokens)
+        none = np.zeros(len(last_tokens), np.int64)
+        # nothing is left to compile when the first row comes
+        self._write(DecodeRows(np.arange(len(last_tokens)), none, none - 1, none, none))
 
     def load(self, step: DecodeRows) -> None:
         """Bring the device to the start of a step, which is to run next."""
@@ -106,9 +109,11 @@ class ResidentRows:
         if upload.order is not None:
             self.order.copy_(self._uploads.put(upload.order))
         if len(upload.stale):
-            stale = step[upload.stale]
-            rows, tokens, positions, prompts = self._uploads.put_all(
-                stale.rows, stale.input_ids, stale.positions, stale.prompt_lens
-            )
-            state = (self.last_tokens, self.positions, self.prompt_lens)
-            self._ops.write_rows(rows, tokens, positions, prompts, *state)
+            self._write(step[upload.stale])
+
+    def _write(self, step: DecodeRows) -> None:
+        rows, tokens, positions, prompts = self._uploads.put_all(
+            step.rows, step.input_ids, step.positions, step.prompt_lens
+        )
+        state = (self.last_tokens, self.positions, self.prompt_lens)
+        self._ops.write_rows(rows, tokens, positions, prompts, *state)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -13,17 +16,39 @@ from diptych.models.layers import ForwardBatch, ManyQueries, SingleQueries, laye
 from diptych.models.llama import Decoder
 
 
+class Shape(NamedTuple):
+    """A step of `sequences` of `tokens` each, launched as for one of `longest` tokens."""
+
+    sequences: int
+    tokens: int
+    longest: int
+
+
+def serving_shapes(max_num_seqs: int, max_num_tokens: int, max_model_len: int) -> list[Shape]:
+    """Shapes of steps that between them launch every variant of every kernel.
+
+    Kernels choose their variants by tokens of a step, sequences, and the longest query or sequence;
+    all choices are steps of a power of two or change at one, just above it or below it.
+    """
+    seqs, tokens = _ladder(max_num_seqs), _ladder(min(max_num_tokens, max_model_len))
+    contexts = _ladder(max_model_len)
+    shapes = [Shape(count, 1, max_model_len) for count in seqs]
+    # one token per sequence: of a long one, whose keys decode splits, or of a short one
+    shapes += [Shape(count, 1, length) for count in (1, max_num_seqs) for length in contexts]
+    shapes += [Shape(1, count, count) for count in tokens if count > 1]
+    return list(dict.fromkeys(shapes))
+
+
+def _ladder(most: int) -> list[int]:
+    """Powers of two below `most`, and `most`."""
+    return [1 << i for i in range((most - 1).bit_length())] + [most]
+
+
 @torch.inference_mode()
-def warm_up(model: Decoder, kv_cache: Tensor, layout: KVLayout, max_model_len: int) -> None:
-    """Run a prefill and a decode step of each size class; the cache stays as it is."""
-    sizes = [(1, 1), (1, 2)]
-    if kv_cache.device.type == "cuda":
-        sizes += [(2, 1), (16, 1), (1, 64), (4, 128)]
-    for sequences, tokens in sizes:
-        if tokens <= max_model_len:
-            # one token per sequence: of a long one, whose keys decode splits
-            longest = max_model_len if tokens == 1 else tokens
-            _run(model, kv_cache, layout, sequences, tokens, sequences, longest)
+def warm_up(model: Decoder, kv_cache: Tensor, layout: KVLayout, shapes: Sequence[Shape]) -> None:
+    """Run a step of each shape; the cache stays as it is."""
+    for shape in shapes:
+        _run(model, kv_cache, layout, shape, shape.sequences)
     if kv_cache.device.type == "cuda":
         torch.cuda.synchronize(kv_cache.device)
 
@@ -41,8 +66,8 @@ def peak_memory(
     each = min(tokens, max_model_len)
     cache = allocate(layout, device)
     torch.cuda.reset_peak_memory_stats(device)
-    _run(model, cache, layout, most, 1, most, max_model_len)
-    _run(model, cache, layout, max(tokens // each, 1), each, most, each)
+    _run(model, cache, layout, Shape(most, 1, max_model_len), most)
+    _run(model, cache, layout, Shape(max(tokens // each, 1), each, each), most)
     torch.cuda.synchronize(device)
     peak = torch.cuda.max_memory_allocated(device)
     torch.cuda.empty_cache()
@@ -63,33 +88,25 @@ def decode_memory(
     torch.cuda.synchronize(device)
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
-    batch = _make_batch(layout, most, 1, max_model_len, device)
+    batch = _make_batch(layout, Shape(most, 1, max_model_len), device)
     model.logits(model.forward(batch, layer_views(cache)))
     torch.cuda.synchronize(device)
     return torch.cuda.max_memory_allocated(device) - before
 
 
 def _run(
-    model: Decoder,
-    kv_cache: Tensor,
-    layout: KVLayout,
-    sequences: int,
-    tokens: int,
-    samples: int,
-    longest: int,
+    model: Decoder, kv_cache: Tensor, layout: KVLayout, shape: Shape, num_samples: int
 ) -> None:
-    """`sequences` of `tokens` each, launched as for one of `longest`; block 0 stands for all blocks
-    and nothing is written."""
+    """Block 0 stands for all blocks and nothing is written."""
     device = kv_cache.device
-    batch = _make_batch(layout, sequences, tokens, longest, device)
-    hidden = model.forward(batch, layer_views(kv_cache))
-    rows = torch.arange(samples, device=device) % (sequences * tokens)
-    sample(model.logits(hidden[rows]), SamplingBatch(random=_random_rows(samples, device)))
+    hidden = model.forward(_make_batch(layout, shape, device), layer_views(kv_cache))
+    rows = torch.arange(num_samples, device=device) % len(hidden)
+    random = _random_rows(num_samples, device)
+    sample(model.logits(hidden[rows]), SamplingBatch(random=random))
 
 
-def _make_batch(
-    layout: KVLayout, sequences: int, tokens: int, longest: int, device: torch.device
-) -> ForwardBatch:
+def _make_batch(layout: KVLayout, shape: Shape, device: torch.device) -> ForwardBatch:
+    sequences, tokens, longest = shape
     total = sequences * tokens
     blocks = -(-tokens // layout.block_size)
     tables = torch.zeros((sequences, blocks), dtype=torch.int32, device=device)
