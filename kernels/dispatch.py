@@ -12,6 +12,7 @@ from diptych.errors import ConfigError
 from diptych.kernels.attention_spec import AttentionSpec
 from diptych.kernels.fp8_tensor import Fp8Tensor
 from diptych.kernels.row_inputs import RowInputs
+from diptych.kernels.sampling_tables import SamplingTables
 
 
 class Ops(Protocol):
@@ -123,6 +124,15 @@ class Ops(Protocol):
         block_size: int,
         width: int,
     ) -> RowInputs: ...
+
+    def sample_rows(
+        self,
+        logits: Tensor,
+        rows: Tensor,
+        positions: Tensor,
+        state: SamplingTables,
+        limits: bool = True,
+    ) -> Tensor: ...
 
     def advance_rows(
         self,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from diptych.kernels import torch_sampling
 from diptych.kernels.noise import gumbel_noise
 from diptych.kernels.row_inputs import RowInputs
 
@@ -322,6 +323,10 @@ def to_cache(x: Tensor, dtype: torch.dtype, scale: float) -> Tensor:
         return x.to(dtype)
     most = torch.finfo(dtype).max
     return (x.float() * (1.0 / scale)).clamp(-most, most).to(dtype)
+
+
+# its rows need their tables
+sample_rows = torch_sampling.sample_rows
 
 
 def _read_kv(cache: Tensor, block_table: Tensor, seq_len: int) -> Tensor:

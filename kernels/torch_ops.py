@@ -203,6 +203,7 @@ class TorchOps:
     read_rows = staticmethod(reference.read_rows)
     advance_rows = staticmethod(reference.advance_rows)
     write_rows = staticmethod(reference.write_rows)
+    sample_rows = staticmethod(reference.sample_rows)
 
 
 def _attend(

@@ -14,6 +14,7 @@ from diptych.kernels.paged_prefill_attention import paged_prefill_attention
 from diptych.kernels.rms_norm import add_rms_norm, rms_norm
 from diptych.kernels.rope import rope
 from diptych.kernels.rope_store_kv import rope_store_kv
+from diptych.kernels.sample_rows import sample_rows
 from diptych.kernels.silu_mul import silu_mul
 from diptych.kernels.store_kv import store_kv
 
@@ -46,3 +47,4 @@ class TritonOps:
     read_rows = staticmethod(read_rows)
     advance_rows = staticmethod(advance_rows)
     write_rows = staticmethod(write_rows)
+    sample_rows = staticmethod(sample_rows)

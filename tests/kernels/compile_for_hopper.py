@@ -10,6 +10,7 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
 from diptych.kernels import paged_decode_attention
+from diptych.kernels.sampling_tables import make_tables
 from diptych.kernels.triton_ops import TritonOps
 
 SHARED_MEMORY = 232_448
@@ -84,6 +85,9 @@ def launch_all(dtype: torch.dtype, heads: int, kv_heads: int, dim: int, size: in
         kv = k_cache.to(kind), v_cache.to(kind), tables
         ops.paged_prefill_attention(q, *kv, starts, lengths, 0.1, window, hint)
         ops.paged_decode_attention(q[:8], *kv, lengths, 0.1, window, hint * 100)
+    sampling = make_tables(8, 1000 * dim, torch.device("meta"))
+    for limits in (True, False):
+        ops.sample_rows(empty(8, 1000 * dim), rows, rows, sampling, limits)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,255 @@
+"""Sample a token of each row, whatever the row asks for, with nothing for the host to decide."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from diptych.kernels import sampling_tables as tables
+from diptych.kernels.adjust_logits import adjust_kernel
+from diptych.kernels.limit_logits import gather_kernel, pivot_kernel, threshold_kernel
+from diptych.kernels.sampling_tables import SamplingTables
+from diptych.kernels.triton_noise import gumbel_noise
+
+BLOCK = 2048
+CHUNK = 4096
+PIVOTS = 16
+# logits of a row that are bisected apart from it
+ROOM = 8192
+
+_NUM_INTS = tl.constexpr(tables.NUM_INTS)
+_FLAGS = tl.constexpr(tables.FLAGS)
+_PENALISED = tl.constexpr(tables.PENALISED)
+_LIMITED = tl.constexpr(tables.LIMITED)
+_REMEMBERED = tl.constexpr(tables.REMEMBERED)
+
+
+@triton.jit
+def _limited_kernel(
+    x,
+    least,
+    rows,
+    positions,
+    ints,
+    block_max,
+    block_token,
+    stride_x,
+    V: tl.constexpr,
+    NB: tl.constexpr,
+    BV: tl.constexpr,
+):
+    """Sample each block of the rows with a limit among what is not below it."""
+    i_b, i_r = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    row = tl.load(rows + i_r)
+    flags = tl.load(ints + tl.maximum(row, 0) * _NUM_INTS + _FLAGS)
+    if (row >= 0) & ((flags & _LIMITED) != 0):
+        threshold = tl.load(least + i_r)
+        best = float("-inf")
+        at = 0
+        if tl.load(block_max + i_r * NB + i_b) >= threshold:
+            o_v = i_b * BV + tl.arange(0, BV)
+            # [BV]
+            b_x = tl.load(x + i_r * stride_x + o_v, mask=o_v < V, other=float("-inf"))
+            noise = gumbel_noise(tl.load(ints + row * _NUM_INTS), tl.load(positions + i_r), o_v)
+            b_x = tl.where(b_x >= threshold, b_x + noise, float("-inf"))
+            best, at = tl.max(b_x, 0, return_indices=True)
+        tl.store(block_max + i_r * NB + i_b, best)
+        tl.store(block_token + i_r * NB + i_b, i_b * BV + at)
+
+
+@triton.jit
+def _choose_kernel(
+    out,
+    rows,
+    positions,
+    ints,
+    counts,
+    recent,
+    block_max,
+    block_token,
+    V: tl.constexpr,
+    NB: tl.constexpr,
+    BN: tl.constexpr,
+    H: tl.constexpr,
+):
+    """The best of each row's blocks; the row counts and remembers it if it needs to."""
+    i_r = tl.program_id(0).to(tl.int64)
+    row = tl.load(rows + i_r)
+    token = tl.zeros((), tl.int64)
+    if row >= 0:
+        o_b = tl.arange(0, BN)
+        # [BN]
+        b_max = tl.load(block_max + i_r * NB + o_b, mask=o_b < NB, other=float("-inf"))
+        _, at = tl.max(b_max, 0, return_indices=True)
+        token = tl.load(block_token + i_r * NB + at).to(tl.int64)
+        flags = tl.load(ints + row * _NUM_INTS + _FLAGS)
+        if flags & _PENALISED:
+            seen = counts + row * V + token
+            tl.store(seen, tl.load(seen) + 1)
+        if flags & _REMEMBERED:
+            tl.store(recent + row * H + tl.load(positions + i_r) % H, token.to(tl.int32))
+    tl.store(out + i_r, token)
+
+
+def sample_rows(
+    logits: Tensor, rows: Tensor, positions: Tensor, state: SamplingTables, limits: bool = True
+) -> Tensor:
+    """Sample each row by its part of the tables, which then know the token.
+
+    Constraints (allowed tokens, edits), penalties, temperature, min-p, top-k, top-p, Gumbel-max.
+    Of equal logits top-k and top-p keep all or none; of equal maxima the first is taken; NaN is
+    taken never.
+
+    Args:
+        logits: `[R, V]` float32 or bfloat16, last axis contiguous; stays as it is.
+        rows: `[R]` int64, each once; -1 for padding.
+        positions: `[R]` int64, output tokens of each row so far, which key the noise.
+        state: the tables; counts and recent tokens of these rows are written.
+        limits: False if none of the rows has top-k, top-p or min-p.
+
+    Returns:
+        `[R]` int64; 0 for padding.
+    """
+    num_rows, vocab = logits.shape
+    assert logits.stride(1) == rows.stride(0) == positions.stride(0) == 1
+    device = logits.device
+    out = torch.empty(num_rows, dtype=torch.int64, device=device)
+    if num_rows == 0:
+        return out
+    blocks = triton.cdiv(vocab, BLOCK)
+    wide = triton.next_power_of_2(blocks)
+    room = ROOM if limits else 0
+    width = triton.cdiv(vocab + room, 16) * 16 if limits else 1
+    x = torch.empty(num_rows, width, dtype=torch.float32, device=device)
+    block_max, block_min = torch.empty(2, num_rows, blocks, dtype=torch.float32, device=device)
+    block_token = torch.empty(num_rows, blocks, dtype=torch.int32, device=device)
+    num_found = torch.empty(num_rows, dtype=torch.int32, device=device)
+    adjust_kernel[(blocks, num_rows)](
+        logits,
+        rows,
+        positions,
+        state.floats,
+        state.ints,
+        state.counts,
+        state.allowed,
+        state.edits,
+        state.prefixes,
+        state.recent,
+        x,
+        block_max,
+        block_min,
+        block_token,
+        num_found,
+        logits.stride(0),
+        x.stride(0),
+        V=vocab,
+        NB=blocks,
+        E=state.edits.shape[2],
+        W=state.prefixes.shape[1],
+        H=state.recent.shape[1],
+        BV=BLOCK,
+        LIMITS=limits,
+        num_warps=8,
+    )
+    if limits:
+        least = _find_thresholds(x, rows, state, block_max, block_min, num_found, vocab)
+        _limited_kernel[(blocks, num_rows)](
+            x,
+            least,
+            rows,
+            positions,
+            state.ints,
+            block_max,
+            block_token,
+            x.stride(0),
+            V=vocab,
+            NB=blocks,
+            BV=BLOCK,
+            num_warps=8,
+        )
+    _choose_kernel[(num_rows,)](
+        out,
+        rows,
+        positions,
+        state.ints,
+        state.counts,
+        state.recent,
+        block_max,
+        block_token,
+        V=vocab,
+        NB=blocks,
+        BN=wide,
+        H=state.recent.shape[1],
+        num_warps=1,
+    )
+    return out
+
+
+def _find_thresholds(
+    x: Tensor,
+    rows: Tensor,
+    state: SamplingTables,
+    block_max: Tensor,
+    block_min: Tensor,
+    num_found: Tensor,
+    vocab: int,
+) -> Tensor:
+    """`[R]` float32: the smallest logit kept of each row that has a limit."""
+    (num_rows, blocks), device = block_max.shape, x.device
+    chunks = triton.cdiv(vocab, CHUNK)
+    pivots = torch.empty(2, num_rows, PIVOTS, device=device)
+    partial = torch.empty(2, num_rows, chunks, PIVOTS, device=device)
+    bracket = torch.empty(2, num_rows, 2, dtype=torch.int32, device=device)
+    totals = torch.empty(num_rows, 4, chunks, dtype=torch.int64, device=device)
+    least = torch.empty(num_rows, device=device)
+    sizes = {
+        "V": vocab,
+        "NB": blocks,
+        "BN": triton.next_power_of_2(blocks),
+        "NC": chunks,
+        "BC": triton.next_power_of_2(chunks),
+    }
+    of_row = (x, rows, state.floats, state.ints, block_max)
+    for turn in range(2):
+        pivot_kernel[(chunks, num_rows)](
+            *of_row,
+            block_min,
+            pivots,
+            partial,
+            bracket,
+            x.stride(0),
+            **sizes,
+            CHUNK=CHUNK,
+            NP=PIVOTS,
+            ROUND=turn,
+            num_warps=8,
+        )
+    gather_kernel[(chunks, num_rows)](
+        *of_row,
+        pivots,
+        partial,
+        bracket,
+        num_found,
+        totals,
+        x.stride(0),
+        **sizes,
+        CHUNK=CHUNK,
+        NP=PIVOTS,
+        ROOM=ROOM,
+        num_warps=8,
+    )
+    threshold_kernel[(num_rows,)](
+        *of_row,
+        bracket,
+        num_found,
+        totals,
+        least,
+        x.stride(0),
+        **sizes,
+        ROOM=ROOM,
+        BS=2048,
+        num_warps=8,
+    )
+    return least
