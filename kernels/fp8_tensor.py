@@ -10,6 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from diptych.kernels.reference import silu_mul
+
 E4M3 = torch.float8_e4m3fn
 E4M3_MAX = 448.0
 # rows and columns that share a scale, in the field's tiled checkpoints
@@ -41,10 +43,15 @@ def quantise_rows(x: Tensor, tile: int = 0) -> Fp8Tensor:
     rows, columns = x.shape
     width = tile or columns
     padded = torch.nn.functional.pad(x.float(), (0, -columns % width))
-    parts = padded.view(rows, -1, width)
+    parts = padded.view(rows, padded.shape[1] // width, width)
     scale = (parts.abs().amax(-1) / E4M3_MAX).clamp(min=_LEAST_SCALE)
     values = (parts / scale[..., None]).to(E4M3)
-    return Fp8Tensor(values.view(rows, -1)[:, :columns].contiguous(), scale)
+    return Fp8Tensor(values.view(padded.shape)[:, :columns].contiguous(), scale)
+
+
+def silu_mul_fp8(x: Tensor, tile: int = 0) -> Fp8Tensor:
+    """`quantise_rows(silu_mul(x), tile)` for x = `[T, 2K]` = (gate, up)."""
+    return quantise_rows(silu_mul(x), tile)
 
 
 def dequantise(x: Fp8Tensor) -> Tensor:

@@ -197,6 +197,7 @@ class TorchOps:
         return self.silu_mul(functional.linear(x, weight))
 
     quantise_rows = staticmethod(fp8_tensor.quantise_rows)
+    silu_mul_fp8 = staticmethod(fp8_tensor.silu_mul_fp8)
     fp8_linear = staticmethod(fp8_tensor.fp8_linear)
     fp8_linear_parts = staticmethod(fp8_tensor.fp8_linear_parts)
     gumbel_argmax = staticmethod(reference.gumbel_argmax)

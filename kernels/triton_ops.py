@@ -5,12 +5,13 @@ from __future__ import annotations
 from torch import Tensor
 from torch.nn import functional
 
-from diptych.kernels import fp8_tensor
 from diptych.kernels.attention_spec import PrefillAttention
 from diptych.kernels.decode_rows import advance_rows, read_rows, write_rows
+from diptych.kernels.fp8_linear import fp8_linear, fp8_linear_parts
 from diptych.kernels.gumbel_argmax import gumbel_argmax
 from diptych.kernels.paged_decode_attention import paged_decode_attention
 from diptych.kernels.paged_prefill_attention import paged_prefill_attention
+from diptych.kernels.quantise_rows import quantise_rows, silu_mul_fp8
 from diptych.kernels.rms_norm import add_rms_norm, rms_norm
 from diptych.kernels.rope import rope
 from diptych.kernels.rope_store_kv import rope_store_kv
@@ -40,9 +41,10 @@ class TritonOps:
     def gated_linear(self, x: Tensor, weight: Tensor) -> Tensor:
         return silu_mul(functional.linear(x, weight))
 
-    quantise_rows = staticmethod(fp8_tensor.quantise_rows)
-    fp8_linear = staticmethod(fp8_tensor.fp8_linear)
-    fp8_linear_parts = staticmethod(fp8_tensor.fp8_linear_parts)
+    quantise_rows = staticmethod(quantise_rows)
+    silu_mul_fp8 = staticmethod(silu_mul_fp8)
+    fp8_linear = staticmethod(fp8_linear)
+    fp8_linear_parts = staticmethod(fp8_linear_parts)
     gumbel_argmax = staticmethod(gumbel_argmax)
     read_rows = staticmethod(read_rows)
     advance_rows = staticmethod(advance_rows)

@@ -10,6 +10,7 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
 from diptych.kernels import paged_decode_attention
+from diptych.kernels.fp8_tensor import E4M3, Fp8Tensor
 from diptych.kernels.sampling_tables import make_tables
 from diptych.kernels.triton_ops import TritonOps
 
@@ -71,6 +72,9 @@ def launch_all(dtype: torch.dtype, heads: int, kv_heads: int, dim: int, size: in
     ops.rms_norm(q, empty(dim), 1e-5)
     ops.add_rms_norm(empty(tokens, 512), empty(tokens, 512), empty(512), 1e-5)
     ops.silu_mul(empty(tokens, 1024))
+    for tile in (0, 128):
+        ops.quantise_rows(empty(tokens, 4096), tile)
+        ops.silu_mul_fp8(empty(tokens, 2 * 14336), tile)
     floats = empty(8, 6, dtype=torch.float32)
     ints = empty(8, 2, dtype=torch.int64)
     ops.gumbel_argmax(
@@ -90,10 +94,28 @@ def launch_all(dtype: torch.dtype, heads: int, kv_heads: int, dim: int, size: in
         ops.sample_rows(empty(8, 1000 * dim), rows, rows, sampling, limits)
 
 
+def launch_fp8_linear(ops: TritonOps, dtype: torch.dtype, tile: int) -> None:
+    def matrix(rows: int, columns: int, high: int) -> Fp8Tensor:
+        wide = columns // tile if tile else 1
+        scale = torch.empty(-(-rows // high), wide, dtype=torch.float32, device="meta")
+        return Fp8Tensor(torch.empty(rows, columns, dtype=E4M3, device="meta"), scale)
+
+    for rows, columns in ((4096, 14336), (576, 512)):
+        for tokens in (1, 64, 100):
+            x, weight = matrix(tokens, columns, 1), matrix(rows, columns, tile or 1)
+            # many rows of bfloat16 would be torch's, which has no CUDA kernel here
+            few = tokens <= 64 or tile or dtype != torch.bfloat16
+            if few:
+                ops.fp8_linear(x, weight, dtype, torch.empty(rows, dtype=dtype, device="meta"))
+                ops.fp8_linear_parts(x, weight, dtype)
+
+
 if __name__ == "__main__":
     JITFunction.run = compile_launch
     paged_decode_attention._num_multiprocessors = lambda device: 132
     launch_all(torch.bfloat16, 32, 8, 128, 64, 0)
+    for tile in (0, 128):
+        launch_fp8_linear(TritonOps(), torch.bfloat16, tile)
     launch_all(torch.float32, 9, 3, 80, 16, 0)
     launch_all(torch.float16, 4, 4, 64, 32, 100)
     launch_all(torch.bfloat16, 4, 2, 256, 16, 0)
