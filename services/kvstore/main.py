@@ -19,10 +19,12 @@ from diptych.services.kvstore.disk_files import ObjectFiles
 from diptych.services.kvstore.disk_index import DiskIndex
 from diptych.services.kvstore.disk_tier import DiskTier
 from diptych.services.kvstore.frequency import FrequencySketch
+from diptych.services.kvstore.heat import HeatMap
 from diptych.services.kvstore.membership import Membership, reachable
 from diptych.services.kvstore.memory import MemoryPool, MemorySocket
 from diptych.services.kvstore.metrics import StoreCollector
 from diptych.services.kvstore.objects import ObjectTable
+from diptych.services.kvstore.replicator import Replicator
 from diptych.services.kvstore.servicer import KvStoreServicer, NodeAddresses
 from diptych.services.kvstore.stream import StreamServer
 from diptych.services.kvstore.tiers import Tiers
@@ -57,15 +59,19 @@ async def serve(config: KVStoreConfig, redis_config: RedisConfig, stop: asyncio.
             stream_address=reachable(config, stream.port),
             access_token=token,
         )
+        membership = Membership(config, redis_config, tiers, node)
+        heat = HeatMap(time.monotonic, reads_per_s=config.hot_reads_per_s)
+        replicator = await stack.enter_async_context(
+            Replicator(node.node_id, table, pool.view, membership, heat)
+        )
         service = Service(
             "diptych.v1.KvStore",
             kvstore_pb2_grpc.add_KvStoreServicer_to_server,
-            KvStoreServicer(tiers, checker, node),
+            KvStoreServicer(tiers, checker, replicator, node),
         )
         rpc = await stack.enter_async_context(RpcServer(config.host, config.port, [service]))
-        membership = Membership(config, redis_config, tiers, node)
         metrics = new_registry()
-        metrics.register(StoreCollector(tiers, checker, stream))
+        metrics.register(StoreCollector(tiers, checker, replicator, stream))
         admin = AdminServer(
             config.host, config.admin_port, registry=metrics, ready=membership.status
         )

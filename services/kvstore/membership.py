@@ -7,7 +7,7 @@ from contextlib import AsyncExitStack
 from diptych.addresses import reachable_address
 from diptych.config import KVStoreConfig, RedisConfig
 from diptych.observe import Status
-from diptych.registry import Heartbeat, Registry, StoreRecord
+from diptych.registry import Heartbeat, Registry, StoreRecord, Watch
 from diptych.services.kvstore.directory import Directory, DirectoryWriter
 from diptych.services.kvstore.servicer import NodeAddresses
 from diptych.services.kvstore.tiers import Tiers
@@ -26,10 +26,16 @@ class Membership:
         self._tiers = tiers
         self._node = node
         self._heartbeat: Heartbeat | None = None
+        self._watch: Watch[StoreRecord] | None = None
 
     @property
     def enabled(self) -> bool:
         return self._redis_config.redis is not None
+
+    @property
+    def members(self) -> dict[str, StoreRecord]:
+        """The store's nodes, this one included; none where there is no Redis."""
+        return {} if self._watch is None else self._watch.members
 
     def status(self) -> Status:
         if not self.enabled:
@@ -57,6 +63,7 @@ class Membership:
         admin_address = reachable(self._config, admin_port)
         self._heartbeat = Heartbeat(registry, lambda: self._record(address, admin_address))
         await stack.enter_async_context(self._heartbeat)
+        self._watch = await stack.enter_async_context(Watch(registry, StoreRecord))
 
     def _record(self, address: str, admin_address: str) -> StoreRecord:
         return StoreRecord(

@@ -9,6 +9,7 @@ from prometheus_client.registry import Collector
 
 from diptych.services.kvstore.checks import Checker
 from diptych.services.kvstore.disk_tier import DiskTier
+from diptych.services.kvstore.replicator import Replicator
 from diptych.services.kvstore.stream import StreamServer
 from diptych.services.kvstore.tiers import Tiers
 
@@ -16,10 +17,13 @@ from diptych.services.kvstore.tiers import Tiers
 class StoreCollector(Collector):
     """`diptych:kvstore_*`."""
 
-    def __init__(self, tiers: Tiers, checker: Checker, stream: StreamServer) -> None:
+    def __init__(
+        self, tiers: Tiers, checker: Checker, replicator: Replicator, stream: StreamServer
+    ) -> None:
         self._table = tiers.table
         self._disk = tiers.disk
         self._checker = checker
+        self._replicator = replicator
         self._stream = stream
 
     def collect(self) -> Iterator[Metric]:
@@ -40,6 +44,7 @@ class StoreCollector(Collector):
             ("evictions", "Objects evicted.", counters.evictions_total),
             ("stale_puts", "Reservations that lapsed.", counters.stale_puts_total),
             ("quota_refusals", "Puts over a tenant's quota.", counters.quota_refusals_total),
+            ("copies", "Copies of hot objects sent away.", self._replicator.copies_total),
             ("corrupt", "Objects in memory found damaged.", self._checker.corrupt_total),
             (
                 "stream_received_bytes",

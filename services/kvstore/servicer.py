@@ -12,6 +12,7 @@ from diptych.proto import kvstore_pb2 as pb
 from diptych.proto import kvstore_pb2_grpc
 from diptych.services.kvstore.checks import Checker
 from diptych.services.kvstore.object_types import Found, Pin, Reservation, Status
+from diptych.services.kvstore.replicator import Replicator
 from diptych.services.kvstore.stats import store_stats
 from diptych.services.kvstore.tiers import Tiers
 
@@ -38,8 +39,11 @@ class NodeAddresses:
 class KvStoreServicer(kvstore_pb2_grpc.KvStoreServicer):
     """One node. Runs on the loop that owns the table; only what reads bytes waits for threads."""
 
-    def __init__(self, tiers: Tiers, checker: Checker, node: NodeAddresses) -> None:
+    def __init__(
+        self, tiers: Tiers, checker: Checker, replicator: Replicator, node: NodeAddresses
+    ) -> None:
         self._tiers = tiers
+        self._replicator = replicator
         self._table = tiers.table
         self._checker = checker
         self._node = node
@@ -76,7 +80,12 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServicer):
         self._check_incarnation(request.incarnation)
         _check_batch(request.keys)
         found = await self._tiers.get(request.keys, request.lease_ms / 1000)
-        return pb.GetResponse(results=[_result(f) for f in found])
+        return pb.GetResponse(
+            results=[
+                _result(f, self._replicator.note_read(key) if f.num_bytes else 0)
+                for key, f in zip(request.keys, found, strict=True)
+            ]
+        )
 
     async def VerifyLease(
         self, request: pb.VerifyLeaseRequest, context: Any
@@ -94,7 +103,7 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServicer):
         return pb.ExistsResponse(present=self._tiers.exists(request.keys))
 
     async def GetStats(self, request: pb.GetStatsRequest, context: Any) -> pb.StoreStats:
-        return store_stats(self._tiers, self._checker)
+        return store_stats(self._tiers, self._checker, self._replicator)
 
     async def Pin(self, request: pb.PinRequest, context: Any) -> pb.PinResponse:
         _check_batch(request.keys)
@@ -151,7 +160,7 @@ def _reservation(reserved: Reservation, ttl_ms: int) -> pb.PutReservation:
     )
 
 
-def _result(found: Found) -> pb.GetResult:
+def _result(found: Found, num_copies: int) -> pb.GetResult:
     if not found.num_bytes:
         return pb.GetResult(status=_wire(found.status))
     return pb.GetResult(
@@ -161,4 +170,5 @@ def _result(found: Found) -> pb.GetResult:
         lease_id=found.lease_id,
         # rounded down: the reader must not believe in more than it has
         lease_ms=int(found.lease_s * 1000),
+        num_copies=num_copies,
     )

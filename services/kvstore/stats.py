@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from diptych.proto import kvstore_pb2 as pb
 from diptych.services.kvstore.checks import Checker
+from diptych.services.kvstore.replicator import Replicator
 from diptych.services.kvstore.tiers import Tiers
 
 
-def store_stats(tiers: Tiers, checker: Checker) -> pb.StoreStats:
+def store_stats(tiers: Tiers, checker: Checker, replicator: Replicator) -> pb.StoreStats:
     """Counts since the start, and what the node holds now."""
     table, disk = tiers.table, tiers.disk
     table.expire()
@@ -25,6 +26,7 @@ def store_stats(tiers: Tiers, checker: Checker) -> pb.StoreStats:
         evictions_total=counters.evictions_total,
         stale_puts_total=counters.stale_puts_total,
         quota_refusals_total=counters.quota_refusals_total,
+        copies_total=replicator.copies_total,
         corrupt_total=checker.corrupt_total,
         tenant_bytes=table.tenants.used_bytes,
     )

@@ -180,6 +180,9 @@ class KVStoreConfig:
     put_ttl_s: float = _flag(30.0, "seconds after which an unfinished put is reclaimed")
     lease_s: float = _flag(10.0, "least lease of a Get, before its share for the bytes")
     tenant_quota: float = _flag(0.5, "share of a tier that one API key's KV may take; 1: all")
+    hot_reads_per_s: float = _flag(
+        20.0, "reads of one object for each node that should have a copy; 0: no copies"
+    )
     node_id: str | None = _flag(None, "name that outlives restarts; that of the disk, or drawn")
     ssd_path: str | None = _flag(None, "folder of the disk tier; none: memory only")
     ssd_bytes: int = _flag(16 * GIB, "most bytes of the disk tier")
@@ -196,6 +199,7 @@ class KVStoreConfig:
         if not 0.0 < self.tenant_quota <= 1.0:
             raise ConfigError(f"tenant_quota must be in (0, 1], not {self.tenant_quota}")
         check_positive(self, "put_ttl_s", "lease_s", "ssd_bytes", "ssd_min_uses")
+        check_not_negative(self, "hot_reads_per_s")
         check_ports(self, "port", "stream_port", "admin_port")
         check_address("advertise_address", self.advertise_address)
 

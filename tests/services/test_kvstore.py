@@ -20,7 +20,8 @@ import grpc
 import pytest
 
 from diptych.config import KVStoreConfig
-from diptych.connectors.store_client import GetResult, Outcome, PutItem, PutResult, StoreClient
+from diptych.connectors.store_client import StoreClient
+from diptych.connectors.store_results import GetResult, Outcome, PutItem, PutResult
 from diptych.connectors.store_transport import StreamMover, open_mover
 from diptych.connectors.store_wire import (
     ANSWER,
@@ -218,7 +219,7 @@ def test_of_two_writers_the_first_to_finish_wins(client: StoreClient) -> None:
         view[:] = b"outer"
 
     def late() -> list[PutResult]:
-        rival = StoreClient(client._address)
+        rival = StoreClient(client.address)
         results = put(rival, {name: b"inner"})
         rival.close()
         return results

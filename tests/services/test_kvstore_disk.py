@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from diptych.connectors.store_client import Outcome, StoreClient
+from diptych.connectors.store_client import StoreClient
+from diptych.connectors.store_results import Outcome
 from diptych.errors import ConfigError
 from diptych.proto import kvstore_pb2 as pb
 from diptych.services.kvstore.disk_files import DIRECT_BYTES, FileInfo, ObjectFiles, rounded

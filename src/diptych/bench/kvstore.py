@@ -23,7 +23,8 @@ from numpy.typing import NDArray
 
 from diptych.bench.offline import report, say
 from diptych.config import MIB, KVStoreConfig, RedisConfig
-from diptych.connectors.store_client import GetResult, Outcome, PutItem, PutResult, StoreClient
+from diptych.connectors.store_client import StoreClient
+from diptych.connectors.store_results import GetResult, Outcome, PutItem, PutResult
 from diptych.errors import UnavailableError
 from diptych.launcher.child import free_ports
 

@@ -3,16 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
-from diptych.connectors.store_client import Outcome, PutItem, StoreClient
+from diptych.connectors.store_results import GetResult, Outcome, PutItem, PutResult
+from diptych.connectors.store_session import Sink
 
 NAME = "StoreConnector"
 
 
-class ServiceStore:
-    """A store node as a `PageStore`. What the node cannot do is a miss, not an error."""
+class Client(Protocol):
+    """One node or many: `StoreClient`, `StoreCluster`."""
 
-    def __init__(self, client: StoreClient) -> None:
+    def put_many(
+        self, items: Sequence[PutItem], timeout_s: float | None = None, tenant: str = ""
+    ) -> list[PutResult]: ...
+    def get_many(
+        self, keys: Sequence[bytes], sink: Sink, timeout_s: float | None = None
+    ) -> list[GetResult]: ...
+    def close(self) -> None: ...
+
+
+class ServiceStore:
+    """The store service as a `PageStore`. What it cannot do is a miss, not an error."""
+
+    def __init__(self, client: Client) -> None:
         self._client = client
 
     def put_many(self, items: Sequence[tuple[bytes, memoryview]]) -> list[int | None]:

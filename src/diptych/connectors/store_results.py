@@ -1,0 +1,74 @@
+"""What a store client takes and gives, whichever node it asks."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from diptych.proto import kvstore_pb2 as pb
+
+
+class Outcome(enum.Enum):
+    """What became of one item."""
+
+    OK = "ok"
+    NOT_FOUND = "not_found"
+    EXISTS = "exists"  # put: it is there already and nothing was written; as good as OK
+    NO_SPACE = "no_space"
+    EXPIRED = "expired"  # the lease or reservation lapsed before the bytes were moved
+    CORRUPT = "corrupt"  # the bytes do not have the object's checksum
+    INVALID = "invalid"  # bad key or size, or the key's object has another size
+    UNAVAILABLE = "unavailable"  # the store does not answer
+
+
+_OUTCOMES = {
+    pb.ITEM_STATUS_OK: Outcome.OK,
+    pb.ITEM_STATUS_NOT_FOUND: Outcome.NOT_FOUND,
+    pb.ITEM_STATUS_EXISTS: Outcome.EXISTS,
+    pb.ITEM_STATUS_NO_SPACE: Outcome.NO_SPACE,
+    pb.ITEM_STATUS_EXPIRED: Outcome.EXPIRED,
+    pb.ITEM_STATUS_INVALID: Outcome.INVALID,
+}
+
+
+def outcome_of(status: int) -> Outcome:
+    """Our name of an `ItemStatus`; one that a newer node made up counts as INVALID."""
+    return _OUTCOMES.get(status, Outcome.INVALID)  # type: ignore[call-overload, no-any-return]
+
+
+@dataclass(frozen=True, slots=True)
+class PutItem:
+    """An object to store. `write` puts its bytes into the view it is given: writable, contiguous,
+    `num_bytes` of format B, uninitialised. It is not called when the store has the object or no
+    room, and may be called again for another node. With the pool mapped the view is the object's
+    final place."""
+
+    key: bytes
+    num_bytes: int
+    write: Callable[[memoryview], object]
+
+
+@dataclass(frozen=True, slots=True)
+class PutResult:
+    """`checksum` is the xxh3-64 of what the store has now: what was written, or what was there
+    before. 0 where it is not known (not stored; or EXISTS because another writer just won)."""
+
+    outcome: Outcome
+    checksum: int = 0
+
+    @property
+    def stored(self) -> bool:
+        """Whether the store has the object now."""
+        return self.outcome in (Outcome.OK, Outcome.EXISTS)
+
+
+@dataclass(frozen=True, slots=True)
+class GetResult:
+    """`checksum` is the xxh3-64 that was verified; 0 unless OK. `num_copies` above 1: the node says
+    that so many nodes should share the reads of this object."""
+
+    outcome: Outcome
+    num_bytes: int = 0
+    checksum: int = 0
+    num_copies: int = 1

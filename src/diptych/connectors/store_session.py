@@ -1,0 +1,193 @@
+"""Puts and gets on one incarnation of a node: control messages around moved bytes."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import grpc
+
+from diptych.connectors.store_results import GetResult, Outcome, PutItem, PutResult, outcome_of
+from diptych.connectors.store_transport import Move, Mover
+from diptych.proto import kvstore_pb2 as pb
+
+Sink = Callable[[int, memoryview], object]
+
+_FORGET_TIMEOUT_S = 0.5
+# A read is cut here, to look whether its leases need to be renewed.
+_READ_BYTES = 64 << 20
+
+
+class OutOfTimeError(Exception):
+    """The caller's deadline has passed; that is not the store's fault."""
+
+
+class ControlCalls:
+    """A node's gRPC stub with a deadline on every call."""
+
+    def __init__(self, stub: Any, call_timeout_s: float) -> None:
+        self.stub = stub
+        self.call_timeout_s = call_timeout_s
+
+    def call(self, method: Any, request: Any, until: float) -> Any:
+        """One control message.
+
+        Raises:
+            grpc.RpcError: the store does not answer in time, or refuses.
+            OutOfTimeError: there is no time left.
+        """
+        timeout_s = min(self.call_timeout_s, until - time.monotonic())
+        if timeout_s <= 0:
+            raise OutOfTimeError
+        return method(request, timeout=timeout_s)
+
+    def forget(self, method: Any, request: Any) -> None:
+        """Give back early what would lapse by itself; whether it succeeds does not matter."""
+        with contextlib.suppress(grpc.RpcError):
+            method(request, timeout=_FORGET_TIMEOUT_S)
+
+
+class StoreSession:
+    """One incarnation of the node, and the way to its bytes."""
+
+    def __init__(self, calls: ControlCalls, incarnation: str, mover: Mover) -> None:
+        self._calls = calls
+        self._incarnation = incarnation
+        self.mover = mover
+
+    def put(self, items: Sequence[PutItem], tenant: str, until: float) -> list[PutResult]:
+        """One batch.
+
+        Raises:
+            grpc.RpcError, OSError, TransferError: the node is lost, or another incarnation.
+            OutOfTimeError: it took too long.
+        """
+        request = pb.PutStartRequest(
+            items=[pb.PutItem(key=i.key, num_bytes=i.num_bytes) for i in items],
+            incarnation=self._incarnation,
+            tenant=tenant,
+        )
+        started = time.monotonic()
+        stub = self._calls.stub
+        reserved = self._calls.call(stub.PutStart, request, until).reservations
+        results = [PutResult(outcome_of(r.status), r.checksum) for r in reserved]
+        granted = [at for at, r in enumerate(reserved) if r.status == pb.ITEM_STATUS_OK]
+        if not granted:
+            return results
+        # nobody can stop a write into mapped memory: begin none near the reservation's end
+        half_s = min(reserved[at].ttl_ms for at in granted) / 2000
+        moves = [
+            _move(reserved[at].put_id, reserved[at].placement, items[at].write) for at in granted
+        ]
+        try:
+            checksums = self.mover.write(moves, until, begin_by=started + half_s)
+            published = self._publish(moves, checksums, until)
+        except BaseException as error:
+            if not isinstance(error, grpc.RpcError):
+                ids = [move.id for move in moves]
+                self._calls.forget(stub.PutRevoke, pb.PutRevokeRequest(put_ids=ids))
+            raise
+        unwritten = [m.id for m, sum_ in zip(moves, checksums, strict=True) if sum_ is None]
+        if unwritten:
+            self._calls.forget(stub.PutRevoke, pb.PutRevokeRequest(put_ids=unwritten))
+        for at, sum_, outcome in zip(granted, checksums, published, strict=True):
+            results[at] = PutResult(outcome, (sum_ or 0) if outcome is Outcome.OK else 0)
+        return results
+
+    def get(self, keys: Sequence[bytes], sink: Sink, until: float) -> list[GetResult]:
+        """One batch; errors as `put`. Objects found damaged are reported to the node."""
+        found = self.find(keys, until)
+        results = [GetResult(outcome_of(f.status)) for f in found]
+        leased = [at for at, f in enumerate(found) if f.status == pb.ITEM_STATUS_OK]
+        if not leased:
+            return results
+        moves = [_move(found[at].lease_id, found[at].placement, partial(sink, at)) for at in leased]
+        lease_s = min(found[at].lease_ms for at in leased) / 1000
+        with self.releasing([m.id for m in moves], until) as released:
+            checksums = self._read(moves, lease_s, until)
+        # a lease that could be released has held until then: this verifies what was read
+        for at, sum_, outcome in zip(leased, checksums, released, strict=True):
+            results[at] = verified(found[at], sum_, outcome)
+        corrupt = [keys[at] for at in leased if results[at].outcome is Outcome.CORRUPT]
+        if corrupt:
+            self._calls.forget(self._calls.stub.Check, pb.CheckRequest(keys=corrupt))
+        return results
+
+    def find(self, keys: Sequence[bytes], until: float) -> Any:
+        """Find and lease objects; errors as `put`."""
+        request = pb.GetRequest(keys=keys, incarnation=self._incarnation)
+        return self._calls.call(self._calls.stub.Get, request, until).results
+
+    def holds(self, lease_ids: Sequence[int], until: float, renew_s: float = 0.0) -> list[bool]:
+        """Whether leases hold; those that do are renewed. Errors as `put`."""
+        request = pb.VerifyLeaseRequest(lease_ids=lease_ids, renew_ms=int(renew_s * 1000))
+        statuses = self._calls.call(self._calls.stub.VerifyLease, request, until).statuses
+        return [status == pb.ITEM_STATUS_OK for status in statuses]
+
+    @contextlib.contextmanager
+    def releasing(self, lease_ids: list[int], until: float) -> Iterator[list[Outcome]]:
+        """End leases with the block; the outcomes are there after it. Errors as `put`."""
+        request = pb.ReleaseRequest(lease_ids=lease_ids)
+        outcomes: list[Outcome] = []
+        try:
+            yield outcomes
+        except BaseException:
+            self._calls.forget(self._calls.stub.Release, request)
+            raise
+        statuses = self._calls.call(self._calls.stub.Release, request, until).statuses
+        outcomes += [outcome_of(status) for status in statuses]
+
+    def _read(self, moves: Sequence[Move], lease_s: float, until: float) -> list[int | None]:
+        """Read in pieces, and renew the leases of all where they have come to their half."""
+        checksums: list[int | None] = []
+        renew_at = time.monotonic() + lease_s / 2
+        for piece in _pieces(moves):
+            if time.monotonic() > renew_at:
+                self.holds([move.id for move in moves], until, renew_s=lease_s)
+                renew_at = time.monotonic() + lease_s / 2
+            checksums += self.mover.read(piece, until)
+        return checksums
+
+    def _publish(
+        self, moves: Sequence[Move], checksums: Sequence[int | None], until: float
+    ) -> list[Outcome]:
+        """End the puts that were written; the others have EXPIRED."""
+        written = [
+            pb.PutEndItem(put_id=move.id, checksum=sum_)
+            for move, sum_ in zip(moves, checksums, strict=True)
+            if sum_ is not None
+        ]
+        statuses: Iterator[int] = iter(())
+        if written:
+            request = pb.PutEndRequest(items=written)
+            statuses = iter(self._calls.call(self._calls.stub.PutEnd, request, until).statuses)
+        return [Outcome.EXPIRED if s is None else outcome_of(next(statuses)) for s in checksums]
+
+
+def verified(found: pb.GetResult, checksum: int | None, released: Outcome) -> GetResult:
+    """The result of a read: fails closed on a lapsed lease and on a wrong checksum."""
+    if checksum is None or released is not Outcome.OK:
+        return GetResult(Outcome.EXPIRED)
+    if checksum != found.checksum:
+        return GetResult(Outcome.CORRUPT)
+    num_copies = max(1, found.num_copies)
+    return GetResult(Outcome.OK, found.placement.num_bytes, checksum, num_copies)
+
+
+def _move(id_: int, placement: pb.Placement, touch: Callable[[memoryview], object]) -> Move:
+    return Move(id_, placement.offset_bytes, placement.num_bytes, touch)
+
+
+def _pieces(moves: Sequence[Move]) -> Iterator[list[Move]]:
+    piece: list[Move] = []
+    num_bytes = 0
+    for move in moves:
+        if piece and num_bytes + move.num_bytes > _READ_BYTES:
+            yield piece
+            piece, num_bytes = [], 0
+        piece.append(move)
+        num_bytes += move.num_bytes
+    yield piece
