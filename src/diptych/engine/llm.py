@@ -13,6 +13,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from diptych.engine.arguments import engine_config
+from diptych.engine.frozen_garbage import frozen_garbage
 from diptych.engine.request import EngineCoreRequest, FinishReason
 from diptych.errors import EngineDeadError, EngineError, InvalidRequestError
 from diptych.inputs import ParsedPrompt, PromptType, TextPrompt, TokensPrompt, parse_prompts
@@ -211,7 +212,7 @@ class LLM:
 
     def _drain(self, pending: deque[EngineCoreRequest], progress: _Progress) -> None:
         """Step until all have ended, never queueing more than the engine takes."""
-        with progress:
+        with progress, frozen_garbage():
             while pending or len(self._outputs):
                 room = self._core.info.max_num_queued_reqs - len(self._outputs) + len(pending)
                 for _ in range(min(room, len(pending))):
