@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import msgspec
-
 from diptych.engine.request import (
     EngineCoreOutputs,
     FinishReason,
@@ -13,17 +11,20 @@ from diptych.engine.request import (
     SchedulerStats,
     TokenLogprobs,
 )
-from diptych.engine.scheduler_request import SchedulerRequest
+from diptych.engine.scheduler_request import RequestStatus, SchedulerRequest
+
+# request, first position, tokens, finish reason, stop token, cached tokens
+_Entry = tuple[str, int, int, int, int, int]
 
 
 class OutputsBuilder:
     """Entries since the last `build`."""
 
     def __init__(self) -> None:
-        self._outputs = EngineCoreOutputs()
+        self._clear()
 
     def __len__(self) -> int:
-        return len(self._outputs.request_ids)
+        return len(self._entries)
 
     def add_tokens(
         self,
@@ -33,30 +34,49 @@ class OutputsBuilder:
     ) -> None:
         """The last `token_ids` of the request's output, with its finish reason if it has ended."""
         first = request.num_output_tokens - len(token_ids)
-        entry = self._add(request, first, token_ids, request.status.finish_reason)
+        runs = request.status is RequestStatus.RUNNING
+        reason = FinishReason.UNSPECIFIED if runs else request.status.finish_reason
+        entry = self._add(request, first, token_ids, reason)
         if logprobs is not None and token_ids:
-            self._outputs.logprobs[entry] = logprobs
+            self._logprobs[entry] = logprobs
         prompt_logprobs = request.take_prompt_logprobs()
         if prompt_logprobs is not None:
-            self._outputs.prompt_logprobs[entry] = prompt_logprobs
+            self._prompt_logprobs[entry] = prompt_logprobs
 
     def add_end(self, request: SchedulerRequest, error: str | None = None) -> None:
         """The request has ended without a token."""
         reason = request.status.finish_reason
         entry = self._add(request, request.num_output_tokens, (), reason)
         if error is not None:
-            self._outputs.errors[entry] = error
+            self._errors[entry] = error
 
     def add_commit(self, request: SchedulerRequest, commit: KVCommit) -> None:
         """The request's KV has been handed over: its last entry here."""
         position = request.num_output_tokens
         entry = self._add(request, position, (), FinishReason.UNSPECIFIED)
-        self._outputs.commits[entry] = commit
+        self._commits[entry] = commit
 
     def build(self, stats: SchedulerStats) -> EngineCoreOutputs:
         """The entries with the state after them; starts anew."""
-        built, self._outputs = self._outputs, EngineCoreOutputs()
-        return msgspec.structs.replace(built, stats=stats)
+        names, firsts, counts, reasons, stops, cached = (
+            map(list, zip(*self._entries, strict=True)) if self._entries else ([] for _ in range(6))
+        )
+        built = EngineCoreOutputs(
+            request_ids=names,
+            first_positions=firsts,
+            token_counts=counts,
+            token_ids=self._token_ids,
+            finish_reasons=reasons,
+            stop_token_ids=stops,
+            num_cached_tokens=cached,
+            logprobs=self._logprobs,
+            prompt_logprobs=self._prompt_logprobs,
+            commits=self._commits,
+            errors=self._errors,
+            stats=stats,
+        )
+        self._clear()
+        return built
 
     def _add(
         self,
@@ -65,12 +85,25 @@ class OutputsBuilder:
         token_ids: Sequence[int],
         reason: FinishReason,
     ) -> int:
-        out = self._outputs
-        out.request_ids.append(request.request_id)
-        out.first_positions.append(first_position)
-        out.token_counts.append(len(token_ids))
-        out.token_ids.extend(token_ids)
-        out.finish_reasons.append(int(reason))
-        out.stop_token_ids.append(request.stop_token_id)
-        out.num_cached_tokens.append(max(0, request.num_cached_tokens))
-        return len(out.request_ids) - 1
+        cached = request.num_cached_tokens
+        # one append for each token of a large batch, not one for each column
+        self._entries.append(
+            (
+                request.request_id,
+                first_position,
+                len(token_ids),
+                int(reason),
+                request.stop_token_id,
+                cached if cached > 0 else 0,
+            )
+        )
+        self._token_ids += token_ids
+        return len(self._entries) - 1
+
+    def _clear(self) -> None:
+        self._entries: list[_Entry] = []
+        self._token_ids: list[int] = []
+        self._logprobs: dict[int, TokenLogprobs] = {}
+        self._prompt_logprobs: dict[int, TokenLogprobs] = {}
+        self._commits: dict[int, KVCommit] = {}
+        self._errors: dict[int, str] = {}

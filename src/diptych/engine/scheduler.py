@@ -125,7 +125,11 @@ class Scheduler:
     @property
     def stats(self) -> SchedulerStats:
         """State now, counters since the start."""
-        pending = sum(r.num_pending_prompt_tokens for r in self._running)
+        pending = sum(
+            r.num_prompt_tokens - r.num_computed_tokens
+            for r in self._running
+            if r.num_computed_tokens < r.num_prompt_tokens
+        )
         return self._counters.stats(
             num_running=len(self._running),
             num_waiting=len(self._waiting) + len(self._remote.loading),
@@ -167,12 +171,12 @@ class Scheduler:
         self._counters.num_steps += 1 if step.num_scheduled_tokens else 0
         for share in self._in_flight.settle(step):
             request = share.request
-            if request.status != RequestStatus.RUNNING:
+            if request.status is not RequestStatus.RUNNING:
                 continue  # it ended while the step ran
-            if request.request_id in failed_loads and request.num_external_tokens:
+            if request.num_external_tokens and request.request_id in failed_loads:
                 self._discard_step(request, failed_loads[request.request_id])
             else:
-                self._advance(request, share.count, output)
+                self._advance(request, share.num_tokens, output)
         self._kv.fence.complete(step.number)
         if transfers is not None:
             for loaded in self._remote.update(transfers):
@@ -192,11 +196,13 @@ class Scheduler:
             if not request.can_go_ahead:
                 index += 1
                 continue
-            # one token stays for each request behind, so that a long prompt stalls nobody's output
-            behind = len(self._running) - index - 1
             start = request.num_planned_tokens
-            count = self._num_new_tokens(request, start, max(1, budget - behind))
-            while (new := self._grow(request, count)) is None:
+            count = request.num_expected_tokens - start
+            if count > 1:
+                # one token stays for each behind, so that a long prompt stalls nobody's output
+                behind = len(self._running) - index - 1
+                count = self._limited(count, max(1, budget - behind))
+            while (new := self._kv.allocate_slots(request, start + count)) is None:
                 if self._in_flight.before(step):
                     # who gives way is settled once no step writes the blocks
                     self._short_of_blocks = True
@@ -207,9 +213,6 @@ class Scheduler:
             budget -= count
             index += 1
         return budget
-
-    def _grow(self, request: SchedulerRequest, count: int) -> tuple[list[int], ...] | None:
-        return self._kv.allocate_slots(request, request.num_planned_tokens + count)
 
     def _preempt_last(self) -> SchedulerRequest:
         """Free the blocks of the latest (or least important) request; it computes anew later."""
@@ -266,7 +269,7 @@ class Scheduler:
         """Put the request into this step; returns the tokens it takes of the budget."""
         known = computed.num_tokens + external
         start = min(known, request.num_tokens - 1)
-        count = self._num_new_tokens(request, start, budget)
+        count = self._limited(request.num_expected_tokens - start, budget)
         blocks = self._kv.allocate_slots(request, max(known, start + count), computed)
         assert blocks is not None, "can_fit has promised the blocks"
         request.num_computed_tokens = computed.num_tokens
@@ -276,10 +279,10 @@ class Scheduler:
         self._put_in_step(step, request, count, blocks)
         return count
 
-    def _num_new_tokens(self, request: SchedulerRequest, start: int, limit: int) -> int:
-        count = min(request.num_expected_tokens - start, limit)
+    def _limited(self, count: int, limit: int) -> int:
+        """So many tokens of one request, or as many as a step takes."""
         threshold = self._config.long_prefill_token_threshold
-        return min(count, threshold) if threshold > 0 else count
+        return min(count, limit, threshold) if threshold > 0 else min(count, limit)
 
     def _put_in_step(
         self,
@@ -288,12 +291,15 @@ class Scheduler:
         count: int,
         new_block_ids: tuple[list[int], ...],
     ) -> None:
-        start = request.num_planned_tokens
+        start = request.num_computed_tokens + request.num_in_flight_tokens
         self._in_flight.add(step, request, count)
+        if request.in_batch:
+            step.running_requests.append(RunningRequest(request.request_id, new_block_ids, start))
+            if count == 1:
+                return  # its block is named, where it fills one, with the results
         if not request.num_external_tokens:  # what a load in this step brings may yet fail
             self._cache_known(request, start + count)
         if request.in_batch:
-            step.running_requests.append(RunningRequest(request.request_id, new_block_ids, start))
             return
         request.in_batch = True
         step.new_requests.append(
@@ -316,30 +322,33 @@ class Scheduler:
 
     def _advance(self, request: SchedulerRequest, count: int, output: ModelRunnerOutput) -> None:
         """Take one request's share of a step."""
-        self._counters.count_computed(request, count)
+        if request.num_computed_tokens < request.num_prompt_tokens:
+            self._counters.count_computed(request, count)
         request.num_computed_tokens += count
         if request.num_external_tokens:
             self._remote.note_loaded_in_step(request)
-        self._cache_known(request, request.num_computed_tokens)
+            self._cache_known(request, request.num_computed_tokens)
+        elif request.num_computed_tokens % self._kv.block_size < count:
+            self._cache_known(request, request.num_computed_tokens)
         request_id = request.request_id
-        if (part := output.prompt_logprobs.get(request_id)) is not None:
+        if output.prompt_logprobs and (part := output.prompt_logprobs.get(request_id)) is not None:
             request.keep_prompt_logprobs(part)
         sampled = output.sampled_token_ids.get(request_id)
         if not sampled:
             return
-        accepted = 0
-        while accepted < len(sampled) and not request.status.is_finished:
-            request.append_output(sampled[accepted])
-            accepted += 1
-        self._counters.generation_tokens += accepted
-        self._report(request, sampled[:accepted], output)
+        for accepted, token_id in enumerate(sampled, 1):
+            if request.append_output(token_id):
+                sampled = sampled[:accepted]
+                break
+        self._counters.generation_tokens += len(sampled)
+        self._report(request, sampled, output)
 
     def _report(
         self, request: SchedulerRequest, tokens: list[int], output: ModelRunnerOutput
     ) -> None:
-        logprobs = output.logprobs.get(request.request_id)
+        logprobs = output.logprobs.get(request.request_id) if output.logprobs else None
         self._outputs.add_tokens(request, tokens, logprobs)
-        if request.status.is_finished:
+        if request.status is not RequestStatus.RUNNING:
             self._finish(request, request.status)
         elif request.is_handoff:
             self._finish(request, RequestStatus.FINISHED_HANDED_OFF)

@@ -53,6 +53,7 @@ class SchedulerRequest:
     ) -> None:
         self.request_id = request.request_id
         self.prompt_token_ids = request.prompt_token_ids
+        self.num_prompt_tokens = len(request.prompt_token_ids)
         self.sampling_params = request.sampling_params
         self.eos_token_ids = request.eos_token_ids
         self.priority = request.priority
@@ -71,9 +72,9 @@ class SchedulerRequest:
         self.remote_kv_tried = False
         self.in_batch = False
         self._transfer = request.kv_transfer_params
-        self._max_model_len = max_model_len
+        self._least_tokens, self._most_tokens = _length_limits(request, max_model_len)
         self._chain = HashChain(root_hash(namespace, request.cache_salt))
-        self._samples_by_history = _samples_by_history(request.sampling_params)
+        self._must_see_tokens = self.is_handoff or _samples_by_history(request.sampling_params)
         self._prompt_logprobs: list[TokenLogprobs] = []
         # the hand-off's other side, or the attempt before this one, has sent them already
         wanted = request.sampling_params.prompt_logprobs is not None
@@ -84,17 +85,13 @@ class SchedulerRequest:
         return self._transfer
 
     @property
-    def num_prompt_tokens(self) -> int:
-        return len(self.prompt_token_ids)
-
-    @property
     def num_tokens(self) -> int:
         """Prompt and output so far."""
         return len(self.all_token_ids)
 
     @property
     def num_output_tokens(self) -> int:
-        return len(self.all_token_ids) - len(self.prompt_token_ids)
+        return len(self.all_token_ids) - self.num_prompt_tokens
 
     @property
     def num_planned_tokens(self) -> int:
@@ -113,16 +110,17 @@ class SchedulerRequest:
         Its sampler looks at the tokens before, its log probabilities are read, its KV goes
         elsewhere, or a load that the step in flight relies on may have failed.
         """
-        if self.num_placeholders and (self._samples_by_history or self.is_handoff):
+        if self._must_see_tokens and self.num_placeholders:
             return True
-        return bool(self.num_in_flight_tokens and self.num_external_tokens)
+        return bool(self.num_external_tokens and self.num_in_flight_tokens)
 
     @property
     def can_go_ahead(self) -> bool:
         """Whether it has a next step, as far as is known before those in flight have ended."""
         if self.num_in_flight_tokens == 0:
             return True
-        return not (self.needs_results or self._at_length_limit(self.num_placeholders))
+        expected = len(self.all_token_ids) + self.num_placeholders
+        return expected < self._most_tokens and not self.needs_results
 
     @property
     def num_pending_prompt_tokens(self) -> int:
@@ -158,9 +156,11 @@ class SchedulerRequest:
         """A step computes the next `count` tokens; True if it samples one more."""
         self.num_in_flight_tokens += count
         self.last_step = step
-        samples = self.num_planned_tokens == self.num_expected_tokens
-        self.num_placeholders += samples
-        return samples
+        planned = self.num_computed_tokens + self.num_in_flight_tokens
+        if planned < len(self.all_token_ids) + self.num_placeholders:
+            return False
+        self.num_placeholders += 1
+        return True
 
     def settle(self, count: int, samples: bool) -> None:
         """A step that computed `count` tokens, and sampled one more or not, has ended."""
@@ -174,16 +174,19 @@ class SchedulerRequest:
 
     def check_stop(self) -> bool:
         """Whether the last output token ends the request; sets the status."""
-        params, last = self.sampling_params, self.all_token_ids[-1]
-        if self.num_output_tokens < max(1, params.min_tokens):
+        count, last = len(self.all_token_ids), self.all_token_ids[-1]
+        if count < self._least_tokens:
             return False
-        if not params.ignore_eos and last in self.eos_token_ids:
+        params = self.sampling_params
+        if last in self.eos_token_ids and not params.ignore_eos:
             self.status = RequestStatus.FINISHED_STOPPED
-        elif last in (params.stop_token_ids or ()):
+        elif params.stop_token_ids and last in params.stop_token_ids:
             self.status, self.stop_token_id = RequestStatus.FINISHED_STOPPED, last
-        elif self._at_length_limit():
+        elif count >= self._most_tokens:
             self.status = RequestStatus.FINISHED_LENGTH_CAPPED
-        return self.status.is_finished
+        else:
+            return False
+        return True
 
     def note_cached_tokens(self) -> None:
         """Settle, at the first entry into the batch, how much of the prompt needed no computing.
@@ -211,16 +214,20 @@ class SchedulerRequest:
 
     def take_prompt_logprobs(self) -> TokenLogprobs | None:
         """All of the prompt's log probabilities, once: with the first output token."""
+        if not self._prompt_logprobs_due:
+            return None
         parts, self._prompt_logprobs = self._prompt_logprobs, []
         self._prompt_logprobs_due = False
         return TokenLogprobs.joined(parts) if parts else None
 
-    def _at_length_limit(self, num_more: int = 0) -> bool:
-        """Whether `num_more` output tokens bring it to a limit."""
-        max_tokens = self.sampling_params.max_tokens
-        if max_tokens is not None and self.num_output_tokens + num_more >= max_tokens:
-            return True
-        return self.num_tokens + num_more >= self._max_model_len
+
+def _length_limits(request: EngineCoreRequest, max_model_len: int) -> tuple[int, int]:
+    """Tokens under which nothing ends the request, and those that do."""
+    prompt, params = len(request.prompt_token_ids), request.sampling_params
+    least = prompt + max(1, params.min_tokens)
+    if params.max_tokens is None:
+        return least, max_model_len
+    return least, min(prompt + params.max_tokens, max_model_len)
 
 
 def _samples_by_history(params: SamplingParams) -> bool:

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from diptych.engine.scheduler_request import SchedulerRequest
 from diptych.engine.step import SchedulerOutput
 
 
-@dataclass(frozen=True, slots=True)
-class Share:
-    """One request's part of a step: it computes `count` tokens, and `samples` one more or not.
+class Share(NamedTuple):
+    """One request's part of a step: it computes `num_tokens`, and `samples` one more or not.
 
     It names the request itself, not its id, which another may bear once this one has ended.
     """
 
     request: SchedulerRequest
-    count: int
+    num_tokens: int
     samples: bool
 
 
@@ -26,6 +26,8 @@ class StepsInFlight:
 
     _last: int = 0
     _shares: dict[int, list[Share]] = field(default_factory=dict)
+    # steps of which the next needs to know what they give
+    _awaited: set[int] = field(default_factory=set)
 
     def begin(self) -> SchedulerOutput:
         """The next step, empty."""
@@ -38,12 +40,15 @@ class StepsInFlight:
         step.num_scheduled_tokens[request.request_id] = count
         samples = request.plan(count, step.number)
         self._shares[step.number].append(Share(request, count, samples))
+        if request.needs_results:
+            self._awaited.add(step.number)
 
     def settle(self, step: SchedulerOutput) -> list[Share]:
         """The step has completed: its shares, taken off what their requests have in flight."""
         shares = self._shares.pop(step.number)
+        self._awaited.discard(step.number)
         for share in shares:
-            share.request.settle(share.count, share.samples)
+            share.request.settle(share.num_tokens, share.samples)
         return shares
 
     def before(self, step: SchedulerOutput) -> bool:
@@ -52,9 +57,4 @@ class StepsInFlight:
 
     def must_settle(self) -> bool:
         """Whether the next step needs to know what those in flight give."""
-        return any(
-            share.request.needs_results
-            for shares in self._shares.values()
-            for share in shares
-            if not share.request.status.is_finished
-        )
+        return bool(self._awaited)
