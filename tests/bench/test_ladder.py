@@ -75,9 +75,21 @@ def test_the_record_says_what_was_measured(record: Path) -> None:
 def test_a_record_can_be_shown_again(record: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "ladder", f"--from-json={record}"]) == 0
     out = capsys.readouterr().out
-    for part in ("own imports", "2 x 20", "2 x 4 + 6", "5x9+3", "3 @ 8", "saturation batch"):
+    for part in ("own imports", "2 x 20", "2 x 4 + 6", "5x9+3 total", "3 @ 8", "saturation batch"):
         assert part in out
     assert ("no plot" in out) == (find_spec("matplotlib") is None)
+
+
+def test_a_record_is_a_table_in_markdown(record: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "ladder", f"--from-json={record}", "--markdown"]) == 0
+    head, rule, *rows = capsys.readouterr().out.splitlines()
+    assert head.count("|") == rule.count("|") == 6
+    assert [row.split("|")[1].strip() for row in rows[:3]] == [
+        "start-up, s: own imports",
+        "start-up, s: engine ready",
+        "prefill, ms: 2 x 20",
+    ]
+    assert all(row.count("|") == 6 for row in rows)
 
 
 @pytest.mark.filterwarnings("default")
@@ -171,7 +183,7 @@ def test_peer_goal_and_floor_stand_beside_ours(capsys: pytest.CaptureFixture[str
     out = capsys.readouterr().out.splitlines()
     (line,) = [line for line in out if line.startswith("1 @ 1024")]
     assert line.split()[3:8] == ["4.400", "4.985", "4.450", "3.522", "1.25"]
-    assert out[-2:] == ["goals met: 2 of 4", "missed: ready, TPOT 256@1024"]
+    assert out[-2:] == ["goals met: 2 of 4", "missed: start engine ready, decode 256 @ 1024"]
     again = Ladder.from_json(json.loads(json.dumps(ladder.to_json())))
     assert again.decode == ladder.decode
     assert again.saturation() == ladder.saturation()

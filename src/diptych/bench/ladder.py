@@ -60,6 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--budget-s", type=float, help=f"for measuring; default {BUDGET_S:.0f}, or less if quick")
     add("--resume", type=Path, metavar="JSON", help="keep the rows of this record, add the others")
     add("--from-json", type=Path, help="measure nothing: table and plot of an earlier record")
+    add("--markdown", action="store_true", help="with --from-json: only a table in Markdown")
     add_hardware_arguments(parser)
     add_engine_arguments(parser)
     parser.set_defaults(model="shape:llama-3.1-8b", result_dir=DEFAULT_DIRECTORY)
@@ -69,6 +70,9 @@ def main(args: argparse.Namespace) -> int:
     """Measure, print, report, plot."""
     if args.from_json is not None:
         ladder = _read(args.from_json)
+        if args.markdown:
+            ladder_table.show_markdown(ladder)
+            return 0
         ladder_table.show(ladder)
         _plot(ladder, args.from_json.with_suffix(".png"))
         return 0

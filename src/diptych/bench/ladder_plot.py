@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from diptych.bench import peer_vllm
+from diptych.bench.ladder_lines import tpot_figure
 from diptych.bench.ladder_record import DecodeRow, Ladder
-from diptych.bench.ladder_table import tpot_figure
 
 
 def can_plot() -> bool:
