@@ -20,6 +20,7 @@ DiptychError
 ├── TransferError              UNAVAILABLE          503  KV bytes did not arrive or did not verify
 ├── ModelLoadError             FAILED_PRECONDITION  500  missing, truncated or unsupported model
 └── ConfigError                INVALID_ARGUMENT     400  bad flag, variable or YAML key
+    └── AddressError           INVALID_ARGUMENT     400  no address that peers can reach
 """
 
 from __future__ import annotations
@@ -150,3 +151,7 @@ class ConfigError(DiptychError, ValueError):
     grpc_status = grpc.StatusCode.INVALID_ARGUMENT
     http_status = 400
     type = "config_error"
+
+
+class AddressError(ConfigError):
+    code = "no_routable_address"

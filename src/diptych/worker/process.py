@@ -225,7 +225,9 @@ class WorkerProcess:
 
     def _identity(self, admin: AdminServer, server: RpcServer) -> WorkerIdentity:
         config = self._config
-        address = reachable_address(config.host, server.port, config.advertise_address)
+        address = reachable_address(
+            config.host, server.port, config.advertise_address, self._redis.redis
+        )
         return WorkerIdentity(
             worker_id=config.worker_id or f"{self._role}-{self._clock.new_id()[:8]}",
             incarnation=self._clock.new_id(),

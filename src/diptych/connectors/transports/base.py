@@ -3,7 +3,7 @@
 The owner of the *target* memory reads; nobody ever writes into another process. A target cannot
 refuse a late write, but a reader always knows which of its own reads are outstanding.
 
-How it is used, on one thread that owns the transport (`reader.KVReader` is that thread):
+How it is used, on one thread that owns the transport (`thread.TransferThread` is that thread):
 
     transport = TcpTransport(host, port, ...)       # both sides
     transport.register("kv", memory)                # both sides, before the first offer
@@ -105,6 +105,18 @@ class Runs:
             return cls.of([])
         columns = ("src", "dst", "length")
         return cls(*(np.concatenate([getattr(part, c) for part in parts]) for c in columns))
+
+    def split(self, limit_bytes: int) -> Runs:
+        """The same bytes in runs of at most `limit_bytes`."""
+        if not len(self) or self.length.max() <= limit_bytes:
+            return self
+        pieces = -(-self.length // limit_bytes)
+        first = np.cumsum(pieces) - pieces
+        start = (np.arange(int(pieces.sum())) - np.repeat(first, pieces)) * limit_bytes
+        length = np.minimum(np.repeat(self.length, pieces) - start, limit_bytes)
+        return Runs(
+            np.repeat(self.src, pieces) + start, np.repeat(self.dst, pieces) + start, length
+        )
 
     def check(self, src_bytes: int, dst_bytes: int) -> None:
         """Raise unless every run is positive and inside both regions.
@@ -316,10 +328,10 @@ class Transport(ABC):
         """File descriptors that become readable when `poll` or `progress` has work."""
         return ()
 
-    @property
-    def needs_ticks(self) -> bool:
-        """Whether `progress` must be called although no descriptor became readable."""
-        return False
+    def tick_s(self) -> float | None:
+        """How long the thread may sleep now though no descriptor becomes readable; None: for ever
+        (deadlines apart)."""
+        return None
 
     @abstractmethod
     def close(self) -> None:

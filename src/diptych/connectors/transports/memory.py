@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import mmap
 import os
 from collections.abc import Iterator
@@ -14,6 +15,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 STAGING_BYTES = 4 << 20
+# its size never changes, so whoever maps it cannot be hurt by a truncation
+SIZE_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
 class HostMemory:
@@ -39,9 +42,10 @@ class HostMemory:
         Raises:
             OSError: there is not that much address space.
         """
-        fd = os.memfd_create(name, os.MFD_CLOEXEC)
+        fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(fd, num_bytes)
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SIZE_SEALS)
             mapped = mmap.mmap(fd, num_bytes)
         except BaseException:
             os.close(fd)
@@ -114,6 +118,15 @@ def memory_of(tensor: Tensor, fd: int | None = None) -> HostMemory | DeviceMemor
     if tensor.device.type == "cuda":
         return DeviceMemory(tensor)
     return HostMemory.of_tensor(tensor, fd)
+
+
+def fresh_memory(device: str, num_bytes: int) -> HostMemory | DeviceMemory:
+    """New memory: a memfd on the host, a tensor on a GPU."""
+    if device == "cpu":
+        return HostMemory.shared(num_bytes)
+    import torch
+
+    return DeviceMemory(torch.empty(num_bytes, dtype=torch.uint8, device=device))
 
 
 def _pieces(num_bytes: int) -> Iterator[tuple[int, int]]:
