@@ -48,3 +48,7 @@ class PrefillAttention(Protocol):
 
 class UnfitBackendError(Exception):
     """A backend cannot serve a specification here; the message says why."""
+
+
+class WrongBackendError(UnfitBackendError):
+    """A backend that should fit failed its check."""

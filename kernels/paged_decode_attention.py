@@ -38,7 +38,11 @@ def _split_bounds(seq_len, splits, MIN: tl.constexpr, BN: tl.constexpr, WINDOW: 
     return first, tl.maximum(length, MIN)
 
 
-@triton.jit(do_not_specialize=["splits", "stride_table"])
+@triton.jit(
+    do_not_specialize=["splits", "stride_table"],
+    # rows of a step: where they start must not compile anew
+    do_not_specialize_on_alignment=["block_tables", "seq_lens"],
+)
 def _paged_decode_kernel(
     q,
     k_cache,

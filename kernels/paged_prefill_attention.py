@@ -75,7 +75,11 @@ def _attend_tiles(
     return b_acc, b_m, b_l
 
 
-@triton.jit(do_not_specialize=["num_seqs", "stride_table"])
+@triton.jit(
+    do_not_specialize=["num_seqs", "stride_table"],
+    # rows of a step: where they start must not compile anew
+    do_not_specialize_on_alignment=["block_tables", "query_start_loc", "seq_lens"],
+)
 def _paged_prefill_kernel(
     q,
     k_cache,

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 
 from diptych.errors import ConfigError
-from diptych.kernels.attention_spec import AttentionSpec, PrefillAttention, UnfitBackendError
+from diptych.kernels.attention_spec import (
+    AttentionSpec,
+    PrefillAttention,
+    UnfitBackendError,
+    WrongBackendError,
+)
 from diptych.kernels.fa3_prefill_attention import Fa3Prefill
 from diptych.kernels.paged_prefill_attention import paged_prefill_attention
 from diptych.kernels.prefill_check import check_prefill
@@ -32,23 +37,39 @@ def choose_prefill(
         raise ConfigError("attention_backend fa3 needs to know the model's heads")
     if spec is None:
         return paged_prefill_attention
-    for candidate, make in _candidates(name):
+    for candidate, make in CANDIDATES:
+        if name not in ("auto", candidate):
+            continue
         try:
             attend = make(spec, device)
             check_prefill(attend, spec, device)
         except UnfitBackendError as error:
-            if name == candidate == "fa3":
-                raise ConfigError(f"attention_backend {name} cannot serve: {error}") from error
-            _log.info("prefill attention is not by %s: %s", candidate, error)
+            if name == "fa3":
+                raise ConfigError(f"attention_backend fa3 cannot serve: {error}") from error
+            level = logging.WARNING if isinstance(error, WrongBackendError) else logging.INFO
+            _log.log(level, "prefill attention is not by %s: %s", make.__name__, error)
         else:
-            _log.info("prefill attention is by %s", candidate)
+            _log.info("prefill attention is by %s", make.__name__)
             return attend
     return paged_prefill_attention
 
 
-def _candidates(
-    name: str,
-) -> Iterator[tuple[str, Callable[[AttentionSpec, torch.device], PrefillAttention]]]:
-    """Best first."""
-    if name in ("auto", "fa3"):
-        yield "fa3", Fa3Prefill
+def hopper_prefill(spec: AttentionSpec, device: torch.device) -> PrefillAttention:
+    """Our kernel for one kind of GPU.
+
+    Raises:
+        UnfitBackendError: device or specification rule it out, or the experimental part of Triton
+            that it is written in is not as expected.
+    """
+    try:
+        from diptych.kernels.hopper_prefill_attention import HopperPrefill
+    except (ImportError, AttributeError) as error:
+        raise UnfitBackendError(f"this Triton cannot compile it: {error}") from error
+    return HopperPrefill(spec, device)
+
+
+# Best first (docs/decisions/0003-attention-tiles.md).
+CANDIDATES: tuple[tuple[str, Callable[[AttentionSpec, torch.device], PrefillAttention]], ...] = (
+    ("triton", hopper_prefill),
+    ("fa3", Fa3Prefill),
+)

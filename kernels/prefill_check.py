@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from diptych.kernels import reference
-from diptych.kernels.attention_spec import AttentionSpec, PrefillAttention, UnfitBackendError
+from diptych.kernels.attention_spec import AttentionSpec, PrefillAttention, WrongBackendError
 
 # A token, a whole prompt, a chunk after a prefix, nothing this step, and one past a tile.
 QUERIES = (1, 70, 33, 0, 129)
@@ -19,7 +19,7 @@ def check_prefill(attend: PrefillAttention, spec: AttentionSpec, device: torch.d
     """Compare over scrambled pages of the engine's layout; what no sequence owns is NaN.
 
     Raises:
-        UnfitBackendError: the backend fails, or its answer differs from the reference's.
+        WrongBackendError: the backend fails, or its answer differs from the reference's.
     """
     generator = torch.Generator().manual_seed(0)
     k_cache, v_cache, tables = (x.to(device) for x in _make_cache(spec, generator))
@@ -35,11 +35,11 @@ def check_prefill(attend: PrefillAttention, spec: AttentionSpec, device: torch.d
             torch.cuda.synchronize(device)
     # whatever an extension or a compiler raises, another backend can serve
     except Exception as error:
-        raise UnfitBackendError(f"it fails: {error}") from error
+        raise WrongBackendError(f"it fails: {error}") from error
     difference = (ours - reference.paged_prefill_attention(*args).float()).abs().max().item()
     # NaN is not below it
     if not difference < TOLERANCE:
-        raise UnfitBackendError(f"it differs from the reference by {difference:.3g}")
+        raise WrongBackendError(f"it differs from the reference by {difference:.3g}")
 
 
 def _make_cache(spec: AttentionSpec, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:

@@ -7,10 +7,13 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime.jit import JITFunction
 
 from diptych.kernels import paged_decode_attention
 from diptych.kernels.fp8_tensor import E4M3, Fp8Tensor
+from diptych.kernels.hopper_prefill_attention import hopper_prefill_attention
 from diptych.kernels.sampling_tables import make_tables
 from diptych.kernels.triton_ops import TritonOps
 
@@ -32,6 +35,10 @@ def compile_launch(self: JITFunction, *args: object, grid: object, warmup: bool,
     signature, constants, attributes = {}, {}, {}
     for i, param in enumerate(self.params):
         value = values[param.name]
+        if isinstance(value, TensorDescriptor):
+            element = POINTERS[value.base.dtype][1:]
+            signature[param.name] = f"tensordesc<{element}{value.block_shape},{value.layout!r}>"
+            continue
         is_one = type(value) is int and value == 1 and not param.do_not_specialize
         if param.is_constexpr or value is None or is_one:
             signature[param.name], constants[(i,)] = "constexpr", value
@@ -40,9 +47,11 @@ def compile_launch(self: JITFunction, *args: object, grid: object, warmup: bool,
         else:
             is_tensor = isinstance(value, torch.Tensor)
             signature[param.name] = POINTERS[value.dtype] if is_tensor else "i32"
-            if (is_tensor or value % 16 == 0) and not param.do_not_specialize:
+            unaligned = param.do_not_specialize or param.do_not_specialize_on_alignment
+            if (is_tensor or value % 16 == 0) and not unaligned:
                 attributes[(i,)] = [["tt.divisibility", 16]]
-    source = ASTSource(self, signature, constexprs=constants, attrs=attributes)
+    source_type = GluonASTSource if self.is_gluon() else ASTSource
+    source = source_type(self, signature, constexprs=constants, attrs=attributes)
     kernel = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=kwargs)
     assert kernel.metadata.shared <= SHARED_MEMORY, (self.__name__, kernel.metadata.shared)
     compiled[self.__name__] = compiled.get(self.__name__, 0) + 1
@@ -89,6 +98,8 @@ def launch_all(dtype: torch.dtype, heads: int, kv_heads: int, dim: int, size: in
         kv = k_cache.to(kind), v_cache.to(kind), tables
         ops.paged_prefill_attention(q, *kv, starts, lengths, 0.1, window, hint)
         ops.paged_decode_attention(q[:8], *kv, lengths, 0.1, window, hint * 100)
+    if dtype.itemsize == 2 and dim in (64, 128):
+        hopper_prefill_attention(q, k_cache, v_cache, tables, starts, lengths, 0.1)
     sampling = make_tables(8, 1000 * dim, torch.device("meta"))
     for limits in (True, False):
         ops.sample_rows(empty(8, 1000 * dim), rows, rows, sampling, limits)

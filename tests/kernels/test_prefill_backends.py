@@ -8,7 +8,11 @@ import torch
 
 from diptych.errors import ConfigError
 from diptych.kernels import reference
-from diptych.kernels.attention_spec import AttentionSpec, UnfitBackendError
+from diptych.kernels.attention_spec import (
+    AttentionSpec,
+    UnfitBackendError,
+    WrongBackendError,
+)
 from diptych.kernels.dispatch import select_ops
 from diptych.kernels.fa3_prefill_attention import MODULE, Fa3Prefill
 from diptych.kernels.prefill_check import check_prefill
@@ -99,5 +103,5 @@ def test_the_check_at_start_refuses_a_backend_that_is_wrong(device, fault) -> No
         return reference.paged_prefill_attention(*args, 0 if "window" in fault else window)
 
     spec = AttentionSpec(torch.bfloat16, torch.bfloat16, 8, 2, 64, 16, sliding_window=50)
-    with pytest.raises(UnfitBackendError, match=r"it fails: no kernel|it differs"):
+    with pytest.raises(WrongBackendError, match=r"it fails: no kernel|it differs"):
         check_prefill(attend, spec, device)

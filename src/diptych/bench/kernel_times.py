@@ -14,11 +14,12 @@ from torch import Tensor
 from diptych.bench.offline import say
 from diptych.bench.report import write_result
 from diptych.errors import ConfigError
+from diptych.kernels.attention_spec import AttentionSpec
 from diptych.kernels.dispatch import Ops, select_ops
 
 HEADS, KV_HEADS, HEAD_DIM, HIDDEN, INNER = 32, 8, 128, 4096, 14336
 DECODES = [(1, 1024), (1, 32768), (8, 8192), (32, 8192), (64, 1024)]
-PREFILLS = [(1, 1024), (1, 8192), (16, 1024)]
+PREFILLS = [(1, 1024), (1, 4096), (1, 8192), (1, 32768), (16, 1024)]
 BYTES = 2
 # keys of a tile, warps, stages; and before them the rows of a tile
 DECODE_TILES = [(64, 4, 3), (64, 4, 5), (128, 4, 3), (128, 8, 3), (128, 8, 5), (32, 4, 5)]
@@ -112,9 +113,11 @@ def _measure(case: Case, args: argparse.Namespace) -> Timing:
 
 def _cases(device: torch.device, args: argparse.Namespace) -> Iterator[Case]:
     """One at a time, so that one cache is alive at a time."""
-    ops = select_ops(device, "triton")
     layers = args.num_layers
+    dtype = torch.bfloat16
     for size in args.block_size:
+        spec = AttentionSpec(dtype, dtype, HEADS, KV_HEADS, HEAD_DIM, size)
+        ops = select_ops(device, args.attention_backend, spec)
         for batch, context in DECODES:
             name = f"decode attention B{batch}@{context} block {size}"
             if args.only in name:

@@ -21,6 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--num-layers", type=int, default=32, help="layers that share a block of the cache")
     add("--bandwidth-tb-per-s", type=float, default=4.3, help="of the memory, for the floor")
     add("--peak-tflop-per-s", type=float, default=790.0, help="of bfloat16 matmuls, for the floor")
+    add("--attention-backend", default="triton", help="triton, or fa3 for prefill attention")
     add("--tune", action="store_true", help="time attention over tile shapes instead")
     add("--only", default="", help="cases whose name contains this")
     add("--result-dir", type=Path, default=DEFAULT_DIRECTORY, help="folder of the dated record")
