@@ -11,6 +11,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from diptych.kernels.early_start import (
+    early_start,
+    let_next_kernel_start,
+    wait_for_earlier_kernels,
+)
 from diptych.kernels.tiles import online_softmax, slot_offsets
 
 # A split has at least so many keys; and, so that one long sequence among short ones does not
@@ -71,7 +76,11 @@ def _paged_decode_kernel(
     WINDOW: tl.constexpr,
     MIN: tl.constexpr,
     SPLIT: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    if EARLY:
+        let_next_kernel_start()
+        wait_for_earlier_kernels()
     i_h, i_split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     i_s = tl.program_id(2).to(tl.int64)
     seq_len = tl.load(seq_lens + i_s)
@@ -136,7 +145,11 @@ def _reduce_kernel(
     WINDOW: tl.constexpr,
     MIN: tl.constexpr,
     MAX: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    if EARLY:
+        let_next_kernel_start()
+        wait_for_earlier_kernels()
     i_row = tl.program_id(0).to(tl.int64)
     seq_len = tl.load(seq_lens + i_row // H)
     first, length = _split_bounds(seq_len, splits, MIN, BN, WINDOW)
@@ -229,6 +242,7 @@ def paged_decode_attention(
         SPLIT=splits > 1,
         num_warps=warps,
         num_stages=stages,
+        **early_start(q.device),
     )
     if splits > 1:
         _reduce_kernel[(num_seqs * num_heads,)](
@@ -246,6 +260,7 @@ def paged_decode_attention(
             # few variants, so that few are compiled while serving
             MAX=8 if splits <= 8 else MAX_SPLITS,
             num_warps=4,
+            **early_start(q.device),
         )
     return out
 

@@ -148,16 +148,20 @@ def joined(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x.sum(0).to(dtype) if x.dim() == 3 else x
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None
+) -> Tensor:
     """`x @ weight.T + bias`.
 
     Args:
         x: `[T, K]`, last axis contiguous; weight: `[N, K]`; bias: `[N]`.
+        out: `[T, N]`, contiguous, where to write; its dtype may be another.
 
     Returns:
         `[T, N]`.
     """
-    return torch.nn.functional.linear(x, weight, bias)
+    product = torch.nn.functional.linear(x, weight, bias)
+    return product if out is None else out.copy_(product)
 
 
 def linear_parts(x: Tensor, weight: Tensor) -> Tensor:

@@ -7,6 +7,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from diptych.kernels.early_start import (
+    early_start,
+    let_next_kernel_start,
+    wait_for_earlier_kernels,
+)
+
 
 @triton.jit
 def _rms_norm_kernel(
@@ -20,23 +26,34 @@ def _rms_norm_kernel(
     stride_x_outer,
     stride_x_inner,
     stride_residual,
+    stride_part,
     N: tl.constexpr,
     BN: tl.constexpr,
     ADD: tl.constexpr,
+    PARTS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    if EARLY:
+        let_next_kernel_start()
     i_row = tl.program_id(0).to(tl.int64)
     o_n = tl.arange(0, BN)
     mask = o_n < N
     p_x = x + (i_row // rows_inner) * stride_x_outer + (i_row % rows_inner) * stride_x_inner
+    b_w = tl.load(weight + o_n, mask=mask, other=0.0).to(tl.float32)
+    if EARLY:
+        wait_for_earlier_kernels()
     # [BN]
     b_x = tl.load(p_x + o_n, mask=mask, other=0.0).to(tl.float32)
+    for part in tl.static_range(1, PARTS):
+        b_x += tl.load(p_x + part * stride_part + o_n, mask=mask, other=0.0)
     if ADD:
+        # parts are rounded together, as if stored and read again
+        b_x = b_x.to(total.dtype.element_ty).to(tl.float32)
         b_residual = tl.load(residual + i_row * stride_residual + o_n, mask=mask, other=0.0)
         # rounded before it is squared, as if stored and read again
         b_total = (b_x + b_residual.to(tl.float32)).to(total.dtype.element_ty)
         tl.store(total + i_row * N + o_n, b_total, mask=mask)
         b_x = b_total.to(tl.float32)
-    b_w = tl.load(weight + o_n, mask=mask, other=0.0).to(tl.float32)
     b_norm = (b_x * tl.rsqrt(tl.sum(b_x * b_x, 0) / N + eps)).to(out.dtype.element_ty)
     tl.store(out + i_row * N + o_n, b_norm.to(tl.float32) * b_w, mask=mask)
 
@@ -58,12 +75,16 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """`(rms_norm(x + residual), x + residual)`; both `[T, N]`, last axis contiguous."""
-    assert x.dim() == 2
-    assert x.stride(1) == residual.stride(1) == 1
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    """`(rms_norm(x + residual), x + residual)`; both `[T, N]`, last axis contiguous.
+
+    `x` may also be `[S, T, N]` float32, in parts to be summed.
+    """
+    assert x.dim() in (2, 3)
+    assert x.stride(-1) == residual.stride(1) == 1
+    out = torch.empty(residual.shape, dtype=residual.dtype, device=x.device)
     total = torch.empty_like(out)
-    _launch(x, residual, weight, out, total, eps, 1, 0)
+    parts = x[None] if x.dim() == 2 else x
+    _launch(parts[0], residual, weight, out, total, eps, 1, 0, len(parts), parts.stride(0))
     return out, total
 
 
@@ -76,6 +97,8 @@ def _launch(
     eps: float,
     rows_inner: int,
     stride_inner: int,
+    num_parts: int = 1,
+    stride_part: int = 0,
 ) -> None:
     size = x.shape[-1]
     rows = x.shape[0] * rows_inner
@@ -93,8 +116,11 @@ def _launch(
         x.stride(0),
         stride_inner,
         0 if residual is None else residual.stride(0),
+        stride_part,
         N=size,
         BN=block,
         ADD=residual is not None,
+        PARTS=num_parts,
         num_warps=min(max(block // 512, 1), 16),
+        **early_start(x.device),
     )

@@ -8,6 +8,11 @@ import triton.language as tl
 from torch import Tensor
 
 from diptych.kernels.e4m3 import in_type_of
+from diptych.kernels.early_start import (
+    early_start,
+    let_next_kernel_start,
+    wait_for_earlier_kernels,
+)
 
 
 @triton.jit
@@ -71,7 +76,11 @@ def _rope_store_kv_kernel(
     BG: tl.constexpr,
     BD: tl.constexpr,
     NORM: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    if EARLY:
+        let_next_kernel_start()
+        wait_for_earlier_kernels()
     i_t, i_h = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     o_g, o_d = tl.arange(0, BG)[:, None], tl.arange(0, BD)[None, :]
     m_d = o_d < D // 2
@@ -168,5 +177,6 @@ def rope_store_kv(
         BD=triton.next_power_of_2(head_dim // 2),
         NORM=q_weight is not None,
         num_warps=2,
+        **early_start(q.device),
     )
     return out

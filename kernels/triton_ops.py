@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from torch import Tensor
-from torch.nn import functional
-
 from diptych.kernels.attention_spec import PrefillAttention
 from diptych.kernels.decode_rows import advance_rows, read_rows, write_rows
 from diptych.kernels.fp8_linear import fp8_linear, fp8_linear_parts
 from diptych.kernels.gumbel_argmax import gumbel_argmax
+from diptych.kernels.linear import gated_linear, linear, linear_parts
 from diptych.kernels.paged_decode_attention import paged_decode_attention
 from diptych.kernels.paged_prefill_attention import paged_prefill_attention
 from diptych.kernels.quantise_rows import quantise_rows, silu_mul_fp8
@@ -35,12 +33,9 @@ class TritonOps:
     rope = staticmethod(rope)
     rope_store_kv = staticmethod(rope_store_kv)
     silu_mul = staticmethod(silu_mul)
-    linear = staticmethod(functional.linear)
-    linear_parts = staticmethod(functional.linear)
-
-    def gated_linear(self, x: Tensor, weight: Tensor) -> Tensor:
-        return silu_mul(functional.linear(x, weight))
-
+    linear = staticmethod(linear)
+    linear_parts = staticmethod(linear_parts)
+    gated_linear = staticmethod(gated_linear)
     quantise_rows = staticmethod(quantise_rows)
     silu_mul_fp8 = staticmethod(silu_mul_fp8)
     fp8_linear = staticmethod(fp8_linear)

@@ -11,7 +11,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime.jit import JITFunction
 
-from diptych.kernels import paged_decode_attention
+from diptych.kernels import early_start, paged_decode_attention, stream_tiles
 from diptych.kernels.fp8_tensor import E4M3, Fp8Tensor
 from diptych.kernels.hopper_prefill_attention import hopper_prefill_attention
 from diptych.kernels.sampling_tables import make_tables
@@ -81,6 +81,7 @@ def launch_all(dtype: torch.dtype, heads: int, kv_heads: int, dim: int, size: in
     ops.rms_norm(q, empty(dim), 1e-5)
     ops.add_rms_norm(empty(tokens, 512), empty(tokens, 512), empty(512), 1e-5)
     ops.silu_mul(empty(tokens, 1024))
+    launch_linears(ops, dtype)
     for tile in (0, 128):
         ops.quantise_rows(empty(tokens, 4096), tile)
         ops.silu_mul_fp8(empty(tokens, 2 * 14336), tile)
@@ -121,8 +122,21 @@ def launch_fp8_linear(ops: TritonOps, dtype: torch.dtype, tile: int) -> None:
                 ops.fp8_linear_parts(x, weight, dtype)
 
 
+def launch_linears(ops: TritonOps, dtype: torch.dtype) -> None:
+    weight, bias = (
+        torch.empty(*shape, dtype=dtype, device="meta") for shape in ((4096, 4096), (4096,))
+    )
+    for rows in (1, 16, 32, 64, 128):
+        x = torch.empty(rows, 4096, dtype=dtype, device="meta")
+        ops.linear(x, weight, bias)
+        ops.linear(x, weight, out=torch.empty(rows, 4096, device="meta"))
+        ops.linear_parts(x, weight)
+        ops.gated_linear(x, weight)
+
+
 if __name__ == "__main__":
     JITFunction.run = compile_launch
+    early_start._can = stream_tiles._is_hopper = lambda device: True
     paged_decode_attention._num_multiprocessors = lambda device: 132
     launch_all(torch.bfloat16, 32, 8, 128, 64, 0)
     for tile in (0, 128):

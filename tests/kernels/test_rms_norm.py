@@ -47,3 +47,15 @@ def test_a_row_of_zeros_stays_zero(device) -> None:
     zeros = torch.zeros(1, 64, device=device)
     assert not kernels.rms_norm(zeros, torch.ones(64, device=device), 1e-5).any()
     assert kernels.rms_norm(zeros[:0], torch.ones(64, device=device), 1e-5).shape == (0, 64)
+
+
+@pytest.mark.parametrize("parts", [1, 3])
+@DTYPES
+def test_what_comes_in_parts_is_summed_and_rounded_once(parts, dtype, device) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(parts, 5, 600, device=device)
+    residual, weight = torch.randn(5, 600, device=device).to(dtype), torch.randn(600, device=device)
+    ours = kernels.add_rms_norm(x, residual, weight.to(dtype), 1e-5)
+    theirs = reference.add_rms_norm(x, residual, weight.to(dtype), 1e-5)
+    for got, want in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(got, want, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])

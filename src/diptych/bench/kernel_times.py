@@ -21,6 +21,17 @@ HEADS, KV_HEADS, HEAD_DIM, HIDDEN, INNER = 32, 8, 128, 4096, 14336
 DECODES = [(1, 1024), (1, 32768), (8, 8192), (32, 8192), (64, 1024)]
 PREFILLS = [(1, 1024), (1, 4096), (1, 8192), (1, 32768), (16, 1024)]
 BYTES = 2
+# the op, outputs and inputs of the layers' matrices, and of the head
+LINEARS = {
+    "qkv linear": ("linear", (HEADS + 2 * KV_HEADS) * HEAD_DIM, HIDDEN),
+    "out linear": ("linear_parts", HIDDEN, HEADS * HEAD_DIM),
+    "gate-up linear": ("gated_linear", 2 * INNER, HIDDEN),
+    "down linear": ("linear_parts", HIDDEN, INNER),
+    "head linear": ("linear", 128256, HIDDEN),
+}
+LINEAR_TOKENS = (1, 8, 16, 32, 64, 128, 256, 1024)
+# weights are taken in turn from this many bytes, far more than a cache holds
+_WEIGHT_BYTES = 1 << 30
 # keys of a tile, warps, stages; and before them the rows of a tile
 DECODE_TILES = [(64, 4, 3), (64, 4, 5), (128, 4, 3), (128, 8, 3), (128, 8, 5), (32, 4, 5)]
 PREFILL_TILES = [
@@ -35,12 +46,13 @@ PREFILL_TILES = [
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One timed call; `bytes` it must move and `flops` it must do."""
+    """One timed call, of the op `count` times; `bytes` and `flops` of one op, at least."""
 
     name: str
     call: Callable[[], object]
     bytes: float
     flops: float = 0.0
+    count: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +109,7 @@ def _measure(case: Case, args: argparse.Namespace) -> Timing:
 
     # it runs on a stream of its own, which does not wait for the inputs
     torch.cuda.synchronize()
-    seconds = do_bench_cudagraph(case.call, return_mode="median") / 1e3
+    seconds = do_bench_cudagraph(case.call, return_mode="median") / 1e3 / case.count
     floor = max(
         case.bytes / (args.bandwidth_tb_per_s * 1e12), case.flops / (args.peak_tflop_per_s * 1e12)
     )
@@ -128,6 +140,9 @@ def _cases(device: torch.device, args: argparse.Namespace) -> Iterator[Case]:
             if args.only in name:
                 prefill = ops.paged_prefill_attention
                 yield _prefill_case(prefill, name, batch, length, size, layers, device)
+    for tokens, name in itertools.product(LINEAR_TOKENS, LINEARS):
+        if args.only in f"{name} {tokens}":
+            yield _linear_case(ops, name, tokens, device)
     for tokens in (1, 64, 8192):
         yield from (
             case for case in _elementwise_cases(ops, tokens, device) if args.only in case.name
@@ -216,6 +231,22 @@ def _prefill_case(
     )
 
 
+def _linear_case(ops: Ops, name: str, tokens: int, device: torch.device) -> Case:
+    """Over enough weights in turn that none is found in a cache."""
+    op, width, size = LINEARS[name]
+    multiply = getattr(ops, op)
+    count = max(_WEIGHT_BYTES // (width * size * BYTES), 1) if device.type == "cuda" else 1
+    weights = [_random(width, size, device=device) for _ in range(count)]
+    x = _random(tokens, size, device=device)
+    return Case(
+        f"{name} {tokens}",
+        lambda: [multiply(x, weight) for weight in weights],
+        bytes=float(width * size + tokens * (width + size)) * BYTES,
+        flops=2.0 * tokens * width * size,
+        count=count,
+    )
+
+
 def _elementwise_cases(ops: Ops, tokens: int, device: torch.device) -> Iterator[Case]:
     x, residual = _random(2, tokens, HIDDEN, device=device)
     weight, gate_up = _random(HIDDEN, device=device), _random(tokens, 2 * INNER, device=device)
@@ -240,5 +271,10 @@ def _elementwise_cases(ops: Ops, tokens: int, device: torch.device) -> Iterator[
         f"store_kv {tokens}",
         lambda: ops.store_kv(k, v, k_cache, v_cache, positions),
         4 * row * KV_HEADS * HEAD_DIM,
+    )
+    yield Case(
+        f"rope_store_kv {tokens}",
+        lambda: ops.rope_store_kv(q, k, v, positions, cos_sin, k_cache, v_cache, positions),
+        2 * row * (HEADS + 2 * KV_HEADS) * HEAD_DIM,
     )
     yield Case(f"silu_mul {tokens}", lambda: ops.silu_mul(gate_up), 3 * row * INNER)

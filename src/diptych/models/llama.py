@@ -96,5 +96,4 @@ class Decoder:
 
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         """`[R, N]` of `forward` to `[R, V]` float32 logits, into `out` where given."""
-        logits = self._head(hidden)
-        return logits.float() if out is None else out.copy_(logits)
+        return self._head(hidden).float() if out is None else self._head.into(out, hidden)

@@ -42,6 +42,10 @@ class PlainMatrix:
     def __call__(self, x: Tensor) -> Tensor:
         return self._ops.linear(x, self._weight, self._bias)
 
+    def into(self, out: Tensor, x: Tensor) -> Tensor:
+        """Write to `out`, `[T, N]`, contiguous, which may be of another dtype; return it."""
+        return self._ops.linear(x, self._weight, self._bias, out)
+
     def in_parts(self, x: Tensor) -> Tensor:
         return self._ops.linear_parts(x, self._weight) if self._bias is None else self(x)
 
@@ -64,6 +68,9 @@ class PackedMatrix:
         y: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, self._bias, "none", [], "")
         return y
 
+    def into(self, out: Tensor, x: Tensor) -> Tensor:
+        return out.copy_(self(x))
+
     def in_parts(self, x: Tensor) -> Tensor:
         return self(x)
 
@@ -71,7 +78,7 @@ class PackedMatrix:
         return self._ops.silu_mul(self(x))
 
 
-def make_matrix(ops: Ops, weight: Tensor, bias: Tensor | None = None) -> Matrix:
+def make_matrix(ops: Ops, weight: Tensor, bias: Tensor | None = None) -> PlainMatrix | PackedMatrix:
     """The matrix of `weight`, `[N, K]`: packed for float32 on CPUs where torch has oneDNN."""
     if weight.device.type == "cpu" and weight.dtype == torch.float32 and _has_packing():
         return PackedMatrix(ops, weight, bias)

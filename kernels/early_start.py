@@ -1,0 +1,38 @@
+"""Kernels that start before the one before them has ended, on GPUs that allow it (Hopper, later).
+
+Such a kernel is launched with `early_start(device)`. It lets the next one start at once, does what
+depends on nothing but weights, and waits for the earlier ones before it touches anything that they
+read or write.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def let_next_kernel_start():
+    tl.inline_asm_elementwise(
+        "griddepcontrol.launch_dependents; // $0", "=r", [], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
+def wait_for_earlier_kernels():
+    tl.inline_asm_elementwise(
+        "griddepcontrol.wait; // $0", "=r", [], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+def early_start(device: torch.device) -> dict[str, bool]:
+    """Options of a launch whose kernel takes `EARLY`."""
+    return {"EARLY": True, "launch_pdl": True} if _can(device) else {"EARLY": False}
+
+
+@functools.cache
+def _can(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)

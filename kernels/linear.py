@@ -1,0 +1,36 @@
+"""Products with a weight: by the streamed kernel for few rows, else by the device's library."""
+
+from __future__ import annotations
+
+from torch import Tensor
+from torch.nn import functional
+
+from diptych.kernels.silu_mul import silu_mul
+from diptych.kernels.stream_tiles import can_stream, stream_tiles
+from diptych.kernels.streamed_linear import streamed_linear
+
+
+def linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None
+) -> Tensor:
+    """`x @ weight.T + bias`; arguments as in `reference.linear`."""
+    if can_stream(x, weight):
+        tiles = stream_tiles(len(x), *weight.shape)
+        return streamed_linear(x, weight, tiles, bias=bias, out=out)
+    product = functional.linear(x, weight, bias)
+    return product if out is None else out.copy_(product)
+
+
+def linear_parts(x: Tensor, weight: Tensor) -> Tensor:
+    """`linear` in parts, as many as spread a short weight over the GPU."""
+    if can_stream(x, weight):
+        return streamed_linear(x, weight, stream_tiles(len(x), *weight.shape, parts=True))
+    return functional.linear(x, weight)
+
+
+def gated_linear(x: Tensor, weight: Tensor) -> Tensor:
+    """`silu_mul(linear(x, weight))` without its intermediate."""
+    if can_stream(x, weight):
+        tiles = stream_tiles(len(x), *weight.shape, gated=True)
+        return streamed_linear(x, weight, tiles, gated=True)
+    return silu_mul(functional.linear(x, weight))

@@ -1,0 +1,35 @@
+"""Which products stream, in which tiles; what does not stream is the library's product."""
+
+import pytest
+import torch
+
+from diptych.kernels import reference
+
+kernels = pytest.importorskip("diptych.kernels.linear")
+stream_tiles = pytest.importorskip("diptych.kernels.stream_tiles")
+
+SHARED_MEMORY = 232_448
+SHAPES = [(6144, 4096), (4096, 4096), (4096, 14336), (4096, 12288), (128256, 4096), (1000, 1544)]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("rows", [1, 8, 9, 17, 64, 65, 128])
+@pytest.mark.parametrize("options", [{}, {"parts": True}, {"gated": True}], ids=str)
+def test_tiles_hold_the_rows_and_fit_in_shared_memory(rows, shape, options) -> None:
+    tiles = stream_tiles.stream_tiles(rows, *shape, **options)
+    assert rows <= tiles.rows
+    assert tiles.lag < tiles.stages
+    assert options.get("parts") or tiles.splits == 1
+    weight_rows = tiles.weight_rows * (2 if options.get("gated") else 1)
+    stage = (weight_rows + tiles.rows) * tiles.columns * 2 + 8
+    assert tiles.stages * stage <= SHARED_MEMORY
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_what_does_not_stream_is_the_reference(dtype) -> None:
+    x, weight, bias = (torch.randn(*s).to(dtype) for s in ((3, 64), (48, 64), (48,)))
+    assert not stream_tiles.can_stream(x, weight)
+    out = torch.full((3, 48), torch.nan)
+    assert kernels.linear(x, weight, bias, out) is out
+    assert torch.equal(out, reference.linear(x, weight, bias).float())
+    assert torch.equal(kernels.linear_parts(x, weight), reference.linear_parts(x, weight))
