@@ -20,6 +20,7 @@ _BENCHES = (
     "blocks",
     "startup",
     "kernels",
+    "quality",
     "kvstore",
     "up",
 )
