@@ -47,6 +47,19 @@ def read(path: Path) -> dict[str, Any]:
     return value
 
 
+def test_figures_of_fp8_have_a_record_of_their_own(record: Path, tmp_path: Path) -> None:
+    flags = ["--points=1@8", "--prefill", "--latency", "--throughput", "--device=cpu"]
+    eight = ["--quantization=fp8", "--kv-cache-dtype=fp8", "--num-threads=1"]
+    model = [f"--model={record.parents[1]}", "--load-format=dummy", f"--result-dir={tmp_path}"]
+    assert main(["bench", "ladder", *flags, *eight, *model]) == 0
+    (path,) = tmp_path.glob("*-ladder-fp8-fp8kv-*.json")
+    found = read(path)
+    assert found["peer"] is None
+    assert found["settings"]["engine.quantization"] == "fp8"
+    sizes = {name: found["roofline"][name] for name in ("weight_bytes", "head_bytes", "kv_bytes")}
+    assert sizes == {"weight_bytes": 1, "head_bytes": 4, "kv_bytes": 1}
+
+
 def test_tpot_is_the_difference_of_the_best_runs(record: Path) -> None:
     rows = read(record)["decode"]
     assert [(row["batch"], row["context"]) for row in rows] == [(1, 8), (3, 8)]

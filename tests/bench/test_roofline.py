@@ -44,6 +44,14 @@ def test_a_decode_step_reads_weights_and_kv_once(batch: int, context: int, floor
     assert LLAMA.decode_s(batch, context) * 1e3 == pytest.approx(floor_ms, rel=4e-3)
 
 
+def test_fp8_halves_the_layers_and_keeps_the_head() -> None:
+    eight = roofline("llama-3.1-8b", weight_bytes=1, kv_bytes=1)
+    head = 128256 * 4096
+    assert eight.all_weight_bytes == LLAMA.num_layer_weights + 2 * head
+    assert eight.decode_s(1, 1024) * 1e3 == pytest.approx(1.883, rel=1e-3)
+    assert eight.kv_s(8, 8192) == LLAMA.kv_s(8, 8192) / 2
+
+
 @pytest.mark.parametrize(("length", "floor_ms"), [(1024, 18.55), (8192, 174), (32768, 1048)])
 def test_a_prefill_multiplies_and_attends(length: int, floor_ms: float) -> None:
     assert LLAMA.prefill_s(1, length) * 1e3 == pytest.approx(floor_ms, rel=1e-3)
@@ -66,7 +74,7 @@ def test_a_step_at_its_floor_reads_at_the_memory_rate() -> None:
 
 
 def test_smaller_elements_read_faster() -> None:
-    small = roofline("llama-3.1-8b", weight_bytes=1, kv_bytes=1)
+    small = roofline("llama-3.1-8b", weight_bytes=1, head_bytes=1, kv_bytes=1)
     assert small.decode_s(8, 8192) == pytest.approx(LLAMA.decode_s(8, 8192) / 2)
     assert small.saturation_batch == pytest.approx(LLAMA.saturation_batch / 2)
 

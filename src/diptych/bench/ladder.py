@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from diptych.bench import ladder_table, peer_vllm
-from diptych.bench.hardware import add_hardware_arguments, roofline_of
+from diptych.bench.hardware import add_hardware_arguments, roofline_of, variant
 from diptych.bench.ladder_plot import can_plot, plot
 from diptych.bench.ladder_record import Ladder
 from diptych.bench.measure import LONG, Measure
@@ -86,7 +86,7 @@ def main(args: argparse.Namespace) -> int:
             start_up=start_up,
             device=llm.device,
             device_name=environment(llm.device)["device"],
-            peer=peer_vllm.applies(args.model, args.dtype, llm.device),
+            peer=not variant(llm) and peer_vllm.applies(args.model, args.dtype, llm.device),
         )
         if earlier is not None:
             ladder.take_rows(earlier)
@@ -97,7 +97,7 @@ def main(args: argparse.Namespace) -> int:
         finally:
             # what was measured before a failure is kept
             ladder_table.show_end(ladder)
-            _write(args, ladder)
+            _write(args, ladder, variant(llm))
     return 0
 
 
@@ -161,10 +161,10 @@ def _room(args: argparse.Namespace, todo: Mapping[str, list[Point]]) -> dict[str
     return room
 
 
-def _write(args: argparse.Namespace, ladder: Ladder) -> None:
+def _write(args: argparse.Namespace, ladder: Ladder, variant: str) -> None:
     payload = {"settings": settings_of(args), **ladder.to_json()}
     name = "ladder-quick" if args.quick else "ladder"
-    path = write_result(name, payload, device=ladder.device, directory=args.result_dir)
+    path = write_result(name + variant, payload, device=ladder.device, directory=args.result_dir)
     if args.output_json is not None:
         args.output_json.parent.mkdir(parents=True, exist_ok=True)
         args.output_json.write_bytes(path.read_bytes())

@@ -91,6 +91,7 @@ class Ladder:
             "roofline": {
                 **asdict(self.roofline.hardware),
                 "weight_bytes": self.roofline.weight_bytes,
+                "head_bytes": self.roofline.head_bytes,
                 "kv_bytes": self.roofline.kv_bytes,
             },
             "torch_device": self.device,
@@ -115,12 +116,14 @@ class Ladder:
         model["path"] = Path(model.pop("name"))
         rates = dict(record["roofline"])
         weight_bytes, kv_bytes = rates.pop("weight_bytes"), rates.pop("kv_bytes")
+        head_bytes = rates.pop("head_bytes", weight_bytes)  # older records have one for all
         start = {k: v for k, v in record["start_up"].items() if k != "ready_s"}
         return cls(
             roofline=Roofline(
                 model=ModelConfig(**model),
                 hardware=Hardware(**rates),
                 weight_bytes=weight_bytes,
+                head_bytes=head_bytes,
                 kv_bytes=kv_bytes,
             ),
             start_up=StartUp(**start),

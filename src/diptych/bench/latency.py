@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from diptych.bench.hardware import add_hardware_arguments, roofline_of
+from diptych.bench.hardware import add_hardware_arguments, roofline_of, variant
 from diptych.bench.offline import (
     add_engine_arguments,
     make_llm,
@@ -51,7 +51,7 @@ def main(args: argparse.Namespace) -> int:
     with make_llm(args) as llm:
         run = _our_run(llm, args, args.batch_size, temperature=args.temperature)
         latencies = _measure({"ours": run}, args)["ours"]
-        device, roofline = llm.device, roofline_of(args, llm)
+        device, roofline, kind = llm.device, roofline_of(args, llm), variant(llm)
     figures = _summary(latencies, args, roofline)
     say(f"Avg latency: {figures['avg_latency'] * 1e3:.2f} ms")
     for percent in PERCENTILES:
@@ -65,7 +65,7 @@ def main(args: argparse.Namespace) -> int:
         f"{figures['tb_per_s']:.2f} TB/s, {figures['tflop_per_s']:.1f} TFLOP/s, "
         f"{figures['times_floor']:.2f} x the floor of {figures['floor_s'] * 1e3:.2f} ms"
     )
-    report("latency", args, device, figures)
+    report(f"latency{kind}", args, device, figures)
     return 0
 
 

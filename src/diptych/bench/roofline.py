@@ -30,13 +30,15 @@ class Roofline:
     """One model on one device.
 
     Args:
-        weight_bytes: bytes of one weight.
+        weight_bytes: bytes of one weight of the linear layers.
+        head_bytes: bytes of one weight of the head, which stays as it is where others are fp8.
         kv_bytes: bytes of one element of the KV cache.
     """
 
     model: ModelConfig
     hardware: Hardware = Hardware()
     weight_bytes: int = 2
+    head_bytes: int = 2
     kv_bytes: int = 2
 
     @property
@@ -53,6 +55,12 @@ class Roofline:
         return self.num_layer_weights + self.model.vocab_size * self.model.hidden_size
 
     @property
+    def all_weight_bytes(self) -> int:
+        """Bytes of those."""
+        head = self.num_weights - self.num_layer_weights
+        return self.num_layer_weights * self.weight_bytes + head * self.head_bytes
+
+    @property
     def kv_bytes_per_token(self) -> int:
         m = self.model
         return 2 * m.num_layers * m.num_kv_heads * m.head_dim * self.kv_bytes
@@ -63,13 +71,13 @@ class Roofline:
 
     def decode_s(self, batch: float, context: float) -> float:
         """Least seconds of a step that makes one token for each of `batch` requests."""
-        reading = self.num_weights * self.weight_bytes / self.hardware.bytes_per_s
+        reading = self.all_weight_bytes / self.hardware.bytes_per_s
         computing = 2 * self.num_weights * batch / self.hardware.flops_per_s
         return max(reading, computing) + self.kv_s(batch, context)
 
     def decode_bytes(self, batch: float, context: float) -> float:
         """Bytes that such a step must read."""
-        return self.num_weights * self.weight_bytes + self._kv_read(batch, context)
+        return self.all_weight_bytes + self._kv_read(batch, context)
 
     def decode_flops(self, batch: float, context: float) -> float:
         """Operations of such a step; a multiplication with its addition counts as two."""
@@ -123,7 +131,7 @@ class Roofline:
     def saturation_batch(self) -> float:
         """The batch from which multiplying takes longer than reading the weights."""
         rates = self.hardware.flops_per_s / self.hardware.bytes_per_s
-        return rates * self.weight_bytes / 2
+        return rates * self.all_weight_bytes / self.num_weights / 2
 
     def measured_saturation(self, step_s: Mapping[int, float], context: float) -> float | None:
         """The same batch from measured steps, all at one context; None where it lies beyond them.

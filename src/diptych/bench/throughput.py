@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from diptych.bench import peer_vllm
-from diptych.bench.hardware import add_hardware_arguments, roofline_of
+from diptych.bench.hardware import add_hardware_arguments, roofline_of, variant
 from diptych.bench.offline import (
     add_engine_arguments,
     make_llm,
@@ -72,7 +72,7 @@ def main(args: argparse.Namespace) -> int:
         start = time.perf_counter()
         outputs = llm.generate([s.prompt_token_ids for s in samples], params)
         elapsed_s = time.perf_counter() - start
-        device, roofline = llm.device, roofline_of(args, llm)
+        device, roofline, kind = llm.device, roofline_of(args, llm), variant(llm)
     num_prompt = sum(len(o.prompt_token_ids) for o in outputs)
     num_output = sum(len(o.outputs[0].token_ids) for o in outputs)
     figures = _figures(len(outputs), num_prompt, num_output, elapsed_s)
@@ -87,10 +87,11 @@ def main(args: argparse.Namespace) -> int:
         f"{figures['tflop_per_s']:.1f} TFLOP/s, {figures['kv_tb_per_s']:.2f} TB/s of KV, "
         f"{figures['times_floor']:.2f} x the floor of {figures['floor_s']:.2f} s"
     )
-    _say_peer(args, device, figures)
+    if not kind:
+        _say_peer(args, device, figures)
     say(f"Total num prompt tokens: {num_prompt}")
     say(f"Total num output tokens: {num_output}")
-    report("throughput", args, device, figures)
+    report(f"throughput{kind}", args, device, figures)
     return 0
 
 
