@@ -17,7 +17,7 @@ from diptych.engine.pinned import Uploads
 from diptych.engine.resident_rows import DecodeRows
 from diptych.engine.sampling_rows import RowTokens, SamplingRows
 from diptych.engine.step import NewRequest, RunningRequest, SchedulerOutput
-from diptych.models.layers import ForwardBatch, ManyQueries, SingleQueries
+from diptych.models.layers import ForwardBatch, LastTokens, ManyQueries, SingleQueries
 
 Int32Array = NDArray[np.int32]
 Int64Array = NDArray[np.int64]
@@ -139,8 +139,8 @@ class InputBatch:
         samples = np.flatnonzero(end == self.num_tokens[rows])
         return StepRows(request_ids, rows, num_singles, starts, first, end, samples)
 
-    def forward_batch(self, step: StepRows) -> ForwardBatch:
-        """The step's tensors on the device."""
+    def forward_batch(self, step: StepRows, *, whole: bool = False) -> ForwardBatch:
+        """The step's tensors on the device; the outcome is of `step.samples`, or `whole`."""
         self._flush()
         counts = step.end - step.first
         rows = np.repeat(step.rows, counts)
@@ -150,23 +150,28 @@ class InputBatch:
         if len(missing := np.flatnonzero(known < 0)):
             where, which = self.uploads.put_all(missing, rows[missing])
             input_ids.index_copy_(0, where, self.last_tokens.index_select(0, which))
-        return ForwardBatch(input_ids, at, slots, self._singles(step), self._many(step))
+        singles = many = None
+        if step.num_singles:
+            singles = self._queries(step.rows[: step.num_singles], step.end[: step.num_singles])
+        if step.num_singles < len(step.rows):
+            many = self._many(step)
+        last = None if whole or len(step.samples) == len(rows) else self._last(step)
+        return ForwardBatch(input_ids, at, slots, singles, many, last)
 
-    def _singles(self, step: StepRows) -> SingleQueries | None:
-        """Of the step's sequences those that compute one token."""
-        count = step.num_singles
-        if not count:
-            return None
-        ends = step.end[:count]
-        lengths, rows = self.uploads.put_all(ends.astype(np.int32), step.rows[:count])
-        longest = int(ends.max())
-        return SingleQueries(self._tables(rows, longest), lengths, longest)
+    def _queries(self, rows: Int64Array, ends: Int64Array) -> SingleQueries:
+        """One query of each row, before token `ends`."""
+        lengths, there = self.uploads.put_all(ends.astype(np.int32), rows)
+        longest = int(ends.max(initial=1))
+        return SingleQueries(self._tables(there, longest), lengths, longest)
 
-    def _many(self, step: StepRows) -> ManyQueries | None:
-        """The others."""
+    def _last(self, step: StepRows) -> LastTokens:
+        samples = step.samples
+        (index,) = self.uploads.put_all(step.starts[samples + 1] - 1)
+        return LastTokens(index, self._queries(step.rows[samples], step.end[samples]))
+
+    def _many(self, step: StepRows) -> ManyQueries:
+        """Of the step's sequences those that compute more than one token."""
         count = step.num_singles
-        if count == len(step.rows):
-            return None
         starts, ends = step.starts[count:] - step.starts[count], step.end[count:]
         put = (starts.astype(np.int32), ends.astype(np.int32), step.rows[count:])
         starts_there, lengths, rows = self.uploads.put_all(*put)

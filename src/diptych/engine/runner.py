@@ -69,17 +69,19 @@ class ModelRunner:
         if self._decode is not None and self._batch.decodes(rows):
             self._run_captured(rows, self._decode, submitted)
             return
+        batch, sampling = self._batch, self._batch.sampling
+        whole = bool((sampling.prompt_logprobs[rows.rows] != NO_LOGPROBS).any())
         hidden = self._model.forward(
-            self._batch.forward_batch(rows), self._kv_views, self._connector
+            batch.forward_batch(rows, whole=whole), self._kv_views, self._connector
         )
-        submitted.output.prompt_logprobs = self._prompt_logprobs(rows, hidden)
+        if whole:
+            submitted.output.prompt_logprobs = self._prompt_logprobs(rows, hidden)
+            hidden = hidden[self._put(rows.starts[rows.samples + 1] - 1)]
         if not len(rows.samples):
-            submitted.expect(self._reader.begin(self._batch.last_tokens[:0]))
+            submitted.expect(self._reader.begin(batch.last_tokens[:0]))
             return
-        ends, members = self._batch.uploads.put_all(
-            rows.starts[rows.samples + 1] - 1, rows.rows[rows.samples]
-        )
-        self._sample(rows, self._model.logits(hidden[ends]), members, submitted)
+        members = self._put(rows.rows[rows.samples])
+        self._sample(rows, self._model.logits(hidden), members, submitted)
 
     def _run_captured(
         self, rows: StepRows, decode: CapturedDecode, submitted: SubmittedStep

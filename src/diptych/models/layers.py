@@ -50,12 +50,27 @@ class ManyQueries:
 
 
 @dataclass(frozen=True, slots=True)
+class LastTokens:
+    """The R tokens that a step is about, each the last of its sequence: those it samples after.
+
+    Attributes:
+        index: `[R]` int64, which of the step's tokens they are.
+        queries: their sequences.
+    """
+
+    index: Tensor
+    queries: SingleQueries
+
+
+@dataclass(frozen=True, slots=True)
 class ForwardBatch:
     """One step's tokens, sequence by sequence: first `singles`, then `many`.
 
     Attributes:
         input_ids, positions, slot_mapping: `[T]` int64.
         singles, many: whose they are; None for none.
+        last: of which tokens the outcome is wanted; None for all of them. Of the others the last
+            layer computes keys and values alone.
     """
 
     input_ids: Tensor
@@ -63,6 +78,7 @@ class ForwardBatch:
     slot_mapping: Tensor
     singles: SingleQueries | None = None
     many: ManyQueries | None = None
+    last: LastTokens | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,18 +133,14 @@ class Attention:
             self._q_norm = weights.load([f"{prefix}.q_norm.weight"], [dim])
             self._k_norm = weights.load([f"{prefix}.k_norm.weight"], [dim])
 
-    def __call__(self, x: Tensor, batch: ForwardBatch, kv: KVView, cos_sin: Tensor) -> Tensor:
-        """`[T, N]`, or parts of it (`Matrix.in_parts`)."""
-        ops = self._ops
+    def queries(self, x: Tensor, batch: ForwardBatch, kv: KVView, cos_sin: Tensor) -> Tensor:
+        """Write keys and values of the step to the cache; its queries, `[T, H, D]`."""
         tokens = x.shape[0]
         q, k, v = torch.split(self._qkv(x), self._rows, dim=-1)
-        q = q.view(tokens, self._heads, self._dim)
-        k = k.view(tokens, self._kv_heads, self._dim)
-        v = v.view(tokens, self._kv_heads, self._dim)
-        q = ops.rope_store_kv(
-            q,
-            k,
-            v,
+        return self._ops.rope_store_kv(
+            q.view(tokens, self._heads, self._dim),
+            k.view(tokens, self._kv_heads, self._dim),
+            v.view(tokens, self._kv_heads, self._dim),
             batch.positions,
             cos_sin,
             kv.k,
@@ -139,10 +151,16 @@ class Attention:
             self._eps,
             **self._scales(kv),
         )
-        return self._out.in_parts(self._attend(q, batch, kv).reshape(tokens, -1))
 
-    def _attend(self, q: Tensor, batch: ForwardBatch, kv: KVView) -> Tensor:
-        singles, many = batch.singles, batch.many
+    def attend(
+        self, q: Tensor, singles: SingleQueries | None, many: ManyQueries | None, kv: KVView
+    ) -> Tensor:
+        """`[T, N]` of the queries of first `singles`, then `many`; or parts (`Matrix.in_parts`)."""
+        return self._out.in_parts(self._attended(q, singles, many, kv).flatten(1))
+
+    def _attended(
+        self, q: Tensor, singles: SingleQueries | None, many: ManyQueries | None, kv: KVView
+    ) -> Tensor:
         if many is None:
             return q if singles is None else self._attend_singles(q, singles, kv)
         if singles is None:

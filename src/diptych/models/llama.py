@@ -14,7 +14,14 @@ from torch.nn import functional
 
 from diptych.kernels.dispatch import Ops
 from diptych.models.config import ModelConfig
-from diptych.models.layers import MLP, Attention, ForwardBatch, KVView, rope_table
+from diptych.models.layers import (
+    MLP,
+    Attention,
+    ForwardBatch,
+    KVView,
+    LastTokens,
+    rope_table,
+)
 from diptych.models.loader import Weights
 from diptych.models.matrix import make_matrix
 
@@ -39,14 +46,28 @@ class DecoderLayer:
         self._mlp = MLP(config, weights, ops, f"{prefix}.mlp")
 
     def __call__(
-        self, x: Tensor, residual: Tensor | None, batch: ForwardBatch, kv: KVView, cos_sin: Tensor
+        self,
+        x: Tensor,
+        residual: Tensor | None,
+        batch: ForwardBatch,
+        kv: KVView,
+        cos_sin: Tensor,
+        last: LastTokens | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """The layer's contribution, maybe in parts, and the residual to add it to, `[T, N]`."""
+        """The layer's contribution, maybe in parts, and the residual to add it to, `[T, N]`;
+        or `[R, N]` of the `last` tokens."""
         if residual is None:
             x, residual = self._ops.rms_norm(x, self._norm, self._eps), x
         else:
             x, residual = self._ops.add_rms_norm(x, residual, self._norm, self._eps)
-        x = self._attention(x, batch, kv, cos_sin)
+        q = self._attention.queries(x, batch, kv, cos_sin)
+        if last is None:
+            x = self._attention.attend(q, batch.singles, batch.many, kv)
+        else:
+            residual = residual[last.index]
+            if not len(last.index):
+                return residual, residual
+            x = self._attention.attend(q[last.index], last.queries, None, kv)
         x, residual = self._ops.add_rms_norm(x, residual, self._post_norm, self._eps)
         return self._mlp(x), residual
 
@@ -81,13 +102,18 @@ class Decoder:
     def forward(
         self, batch: ForwardBatch, kv: Sequence[KVView], hooks: LayerHooks | None = None
     ) -> Tensor:
-        """Compute the step's tokens, write their KV, return the last norm's output `[T, N]`."""
+        """Compute the step's tokens, write their KV.
+
+        Returns:
+            The last norm's output, `[T, N]`, or `[R, N]` of `batch.last`.
+        """
         x = functional.embedding(batch.input_ids, self._embedding)
         residual: Tensor | None = None
         for index, layer in enumerate(self._layers):
             if hooks is not None:
                 hooks.wait_for_layer_load(index)
-            x, residual = layer(x, residual, batch, kv[index], self._cos_sin)
+            last = batch.last if layer is self._layers[-1] else None
+            x, residual = layer(x, residual, batch, kv[index], self._cos_sin, last)
             if hooks is not None:
                 hooks.save_kv_layer(index)
         if residual is None:
