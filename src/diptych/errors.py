@@ -27,13 +27,14 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-import grpc
-
 
 class DiptychError(Exception):
-    """Base of all errors that cross a boundary; `param` names the field at fault, if one is."""
+    """Base of all errors that cross a boundary; `param` names the field at fault, if one is.
 
-    grpc_status: ClassVar[grpc.StatusCode] = grpc.StatusCode.INTERNAL
+    `grpc_status` is the name of a `grpc.StatusCode`: whoever never speaks gRPC need not import it.
+    """
+
+    grpc_status: ClassVar[str] = "INTERNAL"
     http_status: ClassVar[int] = 500
     type: ClassVar[str] = "internal_error"
     code: ClassVar[str | None] = None
@@ -45,13 +46,13 @@ class DiptychError(Exception):
 
 
 class InvalidRequestError(DiptychError, ValueError):
-    grpc_status = grpc.StatusCode.INVALID_ARGUMENT
+    grpc_status = "INVALID_ARGUMENT"
     http_status = 400
     type = "invalid_request_error"
 
 
 class UnsupportedFeatureError(InvalidRequestError):
-    grpc_status = grpc.StatusCode.UNIMPLEMENTED
+    grpc_status = "UNIMPLEMENTED"
     code = "unsupported_feature"
 
 
@@ -65,28 +66,28 @@ class RequestTooLargeError(InvalidRequestError):
 
 
 class AuthenticationError(DiptychError):
-    grpc_status = grpc.StatusCode.UNAUTHENTICATED
+    grpc_status = "UNAUTHENTICATED"
     http_status = 401
     type = "invalid_request_error"
     code = "invalid_api_key"
 
 
 class ModelNotFoundError(DiptychError):
-    grpc_status = grpc.StatusCode.NOT_FOUND
+    grpc_status = "NOT_FOUND"
     http_status = 404
     type = "invalid_request_error"
     code = "model_not_found"
 
 
 class CapacityError(DiptychError):
-    grpc_status = grpc.StatusCode.RESOURCE_EXHAUSTED
+    grpc_status = "RESOURCE_EXHAUSTED"
     http_status = 429
     type = "rate_limit_error"
     code = "over_capacity"
 
 
 class UnavailableError(DiptychError):
-    grpc_status = grpc.StatusCode.UNAVAILABLE
+    grpc_status = "UNAVAILABLE"
     http_status = 503
     type = "service_unavailable_error"
     code = "unavailable"
@@ -97,31 +98,31 @@ class DrainingError(UnavailableError):
 
 
 class NoStreamError(UnavailableError):
-    grpc_status = grpc.StatusCode.FAILED_PRECONDITION
+    grpc_status = "FAILED_PRECONDITION"
     code = "no_stream"
 
 
 class DeadlineError(DiptychError):
-    grpc_status = grpc.StatusCode.DEADLINE_EXCEEDED
+    grpc_status = "DEADLINE_EXCEEDED"
     http_status = 504
     type = "timeout_error"
     code = "deadline_exceeded"
 
 
 class RequestAbortedError(DiptychError):
-    grpc_status = grpc.StatusCode.CANCELLED
+    grpc_status = "CANCELLED"
     http_status = 499
     type = "request_aborted"
 
 
 class StaleTicketError(DiptychError):
-    grpc_status = grpc.StatusCode.FAILED_PRECONDITION
+    grpc_status = "FAILED_PRECONDITION"
     http_status = 409
     code = "stale_ticket"
 
 
 class DuplicateRequestError(DiptychError):
-    grpc_status = grpc.StatusCode.ALREADY_EXISTS
+    grpc_status = "ALREADY_EXISTS"
     http_status = 409
     code = "duplicate_request"
 
@@ -131,24 +132,24 @@ class EngineError(DiptychError):
 
 
 class EngineDeadError(EngineError):
-    grpc_status = grpc.StatusCode.UNAVAILABLE
+    grpc_status = "UNAVAILABLE"
     http_status = 503
     code = "engine_dead"
 
 
 class TransferError(DiptychError):
-    grpc_status = grpc.StatusCode.UNAVAILABLE
+    grpc_status = "UNAVAILABLE"
     http_status = 503
     code = "transfer_failed"
 
 
 class ModelLoadError(DiptychError):
-    grpc_status = grpc.StatusCode.FAILED_PRECONDITION
+    grpc_status = "FAILED_PRECONDITION"
     code = "model_load_failed"
 
 
 class ConfigError(DiptychError, ValueError):
-    grpc_status = grpc.StatusCode.INVALID_ARGUMENT
+    grpc_status = "INVALID_ARGUMENT"
     http_status = 400
     type = "config_error"
 

@@ -223,7 +223,8 @@ async def _abort(context: Any, error: Exception, method: str) -> None:
         metadata = [(ERROR_KEY, type(error).__name__)]
         if error.param:
             metadata.append((PARAM_KEY, error.param))
-        await context.abort(error.grpc_status, error.message, tuple(metadata))
+        status = grpc.StatusCode[error.grpc_status]
+        await context.abort(status, error.message, tuple(metadata))
     log_unforeseen(method, error)
     await context.abort(grpc.StatusCode.INTERNAL, "internal error; see the service's log")
 
@@ -265,7 +266,7 @@ def error_from_rpc(error: grpc.RpcError) -> DiptychError:
     metadata = dict(error.trailing_metadata() or ())
     classes = {kind.__name__: kind for kind in _subclasses(DiptychError)}
     kind = classes.get(str(metadata.get(ERROR_KEY, "")))
-    if kind is None or kind.grpc_status != error.code():
+    if kind is None or kind.grpc_status != error.code().name:
         kind = _BY_STATUS.get(error.code(), errors.EngineError)
     param = metadata.get(PARAM_KEY)
     message = error.details() or error.code().name

@@ -7,18 +7,18 @@ from collections.abc import Callable
 from typing import Any
 
 from diptych.config import EngineConfig, KVTransferConfig
-from diptych.connectors import shared_storage, store
+from diptych.connectors import shared_storage
 from diptych.connectors.base import KVConnectorScheduler, KVConnectorWorker, KVLayout
 from diptych.connectors.page_orders import PageStore
 from diptych.connectors.page_scheduler import PageConnectorScheduler
 from diptych.connectors.page_worker import PageConnectorWorker
 from diptych.connectors.shared_storage import FileStore, SharedStorageScheduler
-from diptych.connectors.store import ServiceStore
-from diptych.connectors.store_client import StoreClient
 from diptych.connectors.transfers import TransferLimits
 from diptych.errors import ConfigError
 
-_PLACES = {shared_storage.NAME: "shared_storage_path", store.NAME: "kvstore"}
+# `connectors.store` is imported where it is used: it brings gRPC
+STORE = "StoreConnector"
+_PLACES = {shared_storage.NAME: "shared_storage_path", STORE: "kvstore"}
 _LIMITS = tuple(field.name for field in dataclasses.fields(TransferLimits))
 
 
@@ -33,7 +33,7 @@ def make_scheduler_connector(
     transfer = _checked(config.kv_transfer_config)
     if transfer is None:
         return None
-    if transfer.kv_connector == store.NAME:
+    if transfer.kv_connector == STORE:
         return PageConnectorScheduler(layout)
     return SharedStorageScheduler(
         layout,
@@ -58,7 +58,10 @@ def make_worker_connector(config: EngineConfig) -> KVConnectorWorker | None:
 
 def _opener(transfer: KVTransferConfig, limits: TransferLimits) -> Callable[[], PageStore]:
     place = _place(transfer)
-    if transfer.kv_connector == store.NAME:
+    if transfer.kv_connector == STORE:
+        from diptych.connectors.store import ServiceStore
+        from diptych.connectors.store_client import StoreClient
+
         return lambda: ServiceStore(StoreClient(place, timeout_s=limits.transfer_timeout_s))
     return lambda: FileStore(place)
 

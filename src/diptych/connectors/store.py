@@ -8,8 +8,6 @@ from typing import Protocol
 from diptych.connectors.store_results import GetResult, Outcome, PutItem, PutResult
 from diptych.connectors.store_session import Sink
 
-NAME = "StoreConnector"
-
 
 class Client(Protocol):
     """One node or many: `StoreClient`, `StoreCluster`."""

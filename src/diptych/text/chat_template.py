@@ -5,31 +5,17 @@ Templates come from the model directory only, never from a request, and run in a
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import Any
-
-import jinja2
-import jinja2.ext
-import jinja2.nodes
-import jinja2.parser
-import jinja2.sandbox
+from typing import TYPE_CHECKING, Any
 
 from diptych.clock import Clock, SystemClock
 from diptych.errors import InvalidRequestError, ModelLoadError, UnsupportedFeatureError
 from diptych.text.tokenizer import read_tokenizer_config
 
-_TEMPLATE_FAULTS = (
-    jinja2.TemplateError,
-    TypeError,
-    ValueError,
-    KeyError,
-    AttributeError,
-    ArithmeticError,
-    RecursionError,
-)
+if TYPE_CHECKING:
+    from diptych.text.sandboxed_template import SandboxedTemplate
 
 
 class ChatTemplate:
@@ -43,7 +29,12 @@ class ChatTemplate:
     ) -> None:
         self._special_tokens = dict(special_tokens or {})
         self._clock = clock or SystemClock()
-        self._template = None if source is None else self._compile(source)
+        self._template: SandboxedTemplate | None = None
+        if source is not None:
+            # only here: many an engine has no template, and jinja takes its time
+            from diptych.text.sandboxed_template import SandboxedTemplate
+
+            self._template = SandboxedTemplate(source, self._strftime_now)
 
     @classmethod
     def from_directory(cls, path: Path, clock: Clock | None = None) -> ChatTemplate:
@@ -77,60 +68,14 @@ class ChatTemplate:
             raise InvalidRequestError(
                 "this model has no chat template; use a plain prompt", param="messages"
             )
-        plain = _plain_messages(messages)
-        try:
-            return self._template.render(
-                messages=plain,
-                add_generation_prompt=add_generation_prompt,
-                **{"tools": None, "documents": None, **self._special_tokens, **variables},
-            )
-        except _TEMPLATE_FAULTS as error:
-            raise InvalidRequestError(
-                f"the chat template refuses these messages: {error}", param="messages"
-            ) from error
-
-    def _compile(self, source: str) -> jinja2.Template:
-        environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-            trim_blocks=True,
-            lstrip_blocks=True,
-            extensions=[_GenerationTag, jinja2.ext.loopcontrols],
+        return self._template.render(
+            messages=_plain_messages(messages),
+            add_generation_prompt=add_generation_prompt,
+            **{"tools": None, "documents": None, **self._special_tokens, **variables},
         )
-        environment.filters["tojson"] = _tojson
-        environment.globals["raise_exception"] = _raise_exception
-        environment.globals["strftime_now"] = self._strftime_now
-        try:
-            return environment.from_string(source)
-        except jinja2.TemplateSyntaxError as error:
-            raise ModelLoadError(f"the chat template does not parse: {error}") from error
 
     def _strftime_now(self, form: str) -> str:
         return datetime.fromtimestamp(self._clock.unix()).strftime(form)
-
-
-class _GenerationTag(jinja2.ext.Extension):
-    """`{% generation %}` marks the assistant's text for training; here it only keeps its body."""
-
-    tags = {"generation"}  # noqa: RUF012 (the base class declares it so)
-
-    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-def _tojson(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-    )
-
-
-def _raise_exception(message: str) -> None:
-    raise jinja2.TemplateError(message)
 
 
 def _source(path: Path, config: Mapping[str, Any]) -> str | None:
