@@ -20,6 +20,7 @@ _ALLOWED = tl.constexpr(tables.ALLOWED)
 _EDITED = tl.constexpr(tables.EDITED)
 _PENALISED = tl.constexpr(tables.PENALISED)
 _LIMITED = tl.constexpr(tables.LIMITED)
+_MAX_COUNT = tl.constexpr(tables.MAX_COUNT)
 _LARGEST = tl.constexpr(tables.LARGEST)
 
 
@@ -68,7 +69,7 @@ def _penalise(b_x, b_count, presence, frequency, repetition):
     zeros = tl.zeros_like(b_x)
     b_repeated = tl.where(b_x > 0, tl.div_rn(b_x, repetition + zeros), b_x * repetition)
     b_x = tl.where(b_count != 0, b_repeated, b_x)
-    b_output = (b_count & 0x7FFFFFFF).to(tl.float32)
+    b_output = (b_count.to(tl.int32) & _MAX_COUNT).to(tl.float32)
     b_x -= frequency * b_output
     return b_x - tl.where(b_output > 0, presence, 0.0)
 

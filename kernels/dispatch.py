@@ -114,10 +114,6 @@ class Ops(Protocol):
 
     def fp8_linear_parts(self, x: Fp8Tensor, weight: Fp8Tensor, dtype: torch.dtype) -> Tensor: ...
 
-    def gumbel_argmax(
-        self, logits: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor
-    ) -> Tensor: ...
-
     def read_rows(
         self,
         order: Tensor,

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from diptych.kernels import torch_sampling
-from diptych.kernels.noise import gumbel_noise
 from diptych.kernels.row_inputs import RowInputs
 
 
@@ -233,22 +232,6 @@ def silu_mul(x: Tensor) -> Tensor:
     """`silu(gate) * up` for x = `[T, 2N]` = (gate, up); returns `[T, N]`, computed in float32."""
     gate, up = x.chunk(2, dim=-1)
     return (torch.nn.functional.silu(gate.float()) * up.float()).to(x.dtype)
-
-
-def gumbel_argmax(logits: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
-    """Sample each row from the softmax of `logits / temperature`, greedily at temperature 0.
-
-    Args:
-        logits: `[R, V]` float32.
-        temperature: `[R]` float32.
-        seeds, positions: `[R]` int64, what the noise is keyed by.
-
-    Returns:
-        `[R]` int64.
-    """
-    scaled = logits / torch.where(temperature == 0.0, 1.0, temperature)[:, None]
-    noisy = scaled + gumbel_noise(seeds, positions, logits.shape[1])
-    return torch.where((temperature == 0.0)[:, None], logits, noisy).argmax(-1)
 
 
 def read_rows(

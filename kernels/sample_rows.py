@@ -18,11 +18,14 @@ CHUNK = 4096
 PIVOTS = 16
 # logits of a row that are bisected apart from it
 ROOM = 8192
+# rows that share a workspace of 0.6 MB each
+GROUP = 256
 
 _NUM_INTS = tl.constexpr(tables.NUM_INTS)
 _FLAGS = tl.constexpr(tables.FLAGS)
 _PENALISED = tl.constexpr(tables.PENALISED)
 _LIMITED = tl.constexpr(tables.LIMITED)
+_MAX_COUNT = tl.constexpr(tables.MAX_COUNT)
 _REMEMBERED = tl.constexpr(tables.REMEMBERED)
 
 
@@ -86,8 +89,9 @@ def _choose_kernel(
         token = tl.load(block_token + i_r * NB + at).to(tl.int64)
         flags = tl.load(ints + row * _NUM_INTS + _FLAGS)
         if flags & _PENALISED:
-            seen = counts + row * V + token
-            tl.store(seen, tl.load(seen) + 1)
+            count = tl.load(counts + row * V + token)
+            more = (count.to(tl.int32) & _MAX_COUNT) < _MAX_COUNT
+            tl.store(counts + row * V + token, count + more.to(tl.int16))
         if flags & _REMEMBERED:
             tl.store(recent + row * H + tl.load(positions + i_r) % H, token.to(tl.int32))
     tl.store(out + i_r, token)
@@ -114,19 +118,35 @@ def sample_rows(
     """
     num_rows, vocab = logits.shape
     assert logits.stride(1) == rows.stride(0) == positions.stride(0) == 1
+    out = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
+    width = triton.cdiv(vocab + ROOM, 16) * 16 if limits else 1
+    x = torch.empty(min(num_rows, GROUP), width, device=logits.device)
+    for start in range(0, num_rows, GROUP):
+        part = slice(start, start + GROUP)
+        _sample(logits[part], rows[part], positions[part], state, limits, x, out[part])
+    return out
+
+
+def _sample(
+    logits: Tensor,
+    rows: Tensor,
+    positions: Tensor,
+    state: SamplingTables,
+    limits: bool,
+    x: Tensor,
+    out: Tensor,
+) -> None:
+    """As `sample_rows`, of at most as many rows as the workspace `x` has."""
+    num_rows, vocab = logits.shape
     device = logits.device
-    out = torch.empty(num_rows, dtype=torch.int64, device=device)
-    if num_rows == 0:
-        return out
     blocks = triton.cdiv(vocab, BLOCK)
-    wide = triton.next_power_of_2(blocks)
-    room = ROOM if limits else 0
-    width = triton.cdiv(vocab + room, 16) * 16 if limits else 1
-    x = torch.empty(num_rows, width, dtype=torch.float32, device=device)
-    block_max, block_min = torch.empty(2, num_rows, blocks, dtype=torch.float32, device=device)
+    grid = (blocks, num_rows)
+    block_max, block_min = torch.empty(2, num_rows, blocks, device=device)
     block_token = torch.empty(num_rows, blocks, dtype=torch.int32, device=device)
     num_found = torch.empty(num_rows, dtype=torch.int32, device=device)
-    adjust_kernel[(blocks, num_rows)](
+    sizes = {"V": vocab, "NB": blocks}
+    kept = {"H": state.recent.shape[1]}
+    adjust_kernel[grid](
         logits,
         rows,
         positions,
@@ -144,18 +164,17 @@ def sample_rows(
         num_found,
         logits.stride(0),
         x.stride(0),
-        V=vocab,
-        NB=blocks,
+        **sizes,
+        **kept,
         E=state.edits.shape[2],
         W=state.prefixes.shape[1],
-        H=state.recent.shape[1],
         BV=BLOCK,
         LIMITS=limits,
         num_warps=8,
     )
     if limits:
         least = _find_thresholds(x, rows, state, block_max, block_min, num_found, vocab)
-        _limited_kernel[(blocks, num_rows)](
+        _limited_kernel[grid](
             x,
             least,
             rows,
@@ -164,8 +183,7 @@ def sample_rows(
             block_max,
             block_token,
             x.stride(0),
-            V=vocab,
-            NB=blocks,
+            **sizes,
             BV=BLOCK,
             num_warps=8,
         )
@@ -178,13 +196,11 @@ def sample_rows(
         state.recent,
         block_max,
         block_token,
-        V=vocab,
-        NB=blocks,
-        BN=wide,
-        H=state.recent.shape[1],
+        **sizes,
+        **kept,
+        BN=triton.next_power_of_2(blocks),
         num_warps=1,
     )
-    return out
 
 
 def _find_thresholds(

@@ -27,8 +27,9 @@ MAX_REMEMBERED = 128
 FOREVER = 2**31 - 1
 # logits with a limit are taken as at most this, and as masked below its negative
 LARGEST = 1e38
-# of an entry of `counts`: the token is in the prompt
-IN_PROMPT = -(2**31)
+# of an entry of `counts`: the token is in the prompt; the rest counts up to this
+IN_PROMPT = -(2**15)
+MAX_COUNT = 2**15 - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +41,7 @@ class SamplingTables:
             presence, frequency and repetition penalty.
         ints: `[N, 4]` int64: seed, top_k (0 for none), flags (what below applies to the row, and
             whether top_k, top_p or min_p do), number of edits.
-        counts: `[N, V]` int32: how often each token is in the output; `IN_PROMPT` is added where
+        counts: `[N, V]` int16: how often each token is in the output; `IN_PROMPT` is added where
             it is in the prompt.
         allowed: `[N, ceil(V / 32)]` int32, a bit per token, the lowest first.
         edits: `[N, 4, E]` int32: what is added to a token's logit, by ascending token: the token,
@@ -60,7 +61,7 @@ class SamplingTables:
 
 
 def make_tables(num_rows: int, vocab_size: int, device: torch.device) -> SamplingTables:
-    """Tables of greedy rows: `num_rows * (4.125 * vocab_size + 21 KiB)` bytes."""
+    """Tables of greedy rows: `num_rows * (2.125 * vocab_size + 21 KiB)` bytes."""
 
     def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
         return torch.zeros(num_rows, *shape, dtype=dtype, device=device)
@@ -68,7 +69,7 @@ def make_tables(num_rows: int, vocab_size: int, device: torch.device) -> Samplin
     return SamplingTables(
         floats=zeros(NUM_FLOATS, dtype=torch.float32),
         ints=zeros(NUM_INTS, dtype=torch.int64),
-        counts=zeros(vocab_size),
+        counts=zeros(vocab_size, dtype=torch.int16),
         allowed=zeros(-(-vocab_size // 32)),
         edits=zeros(4, MAX_EDITS),
         prefixes=zeros(MAX_PREFIX_TOKENS),

@@ -200,7 +200,6 @@ class TorchOps:
     silu_mul_fp8 = staticmethod(fp8_tensor.silu_mul_fp8)
     fp8_linear = staticmethod(fp8_tensor.fp8_linear)
     fp8_linear_parts = staticmethod(fp8_tensor.fp8_linear_parts)
-    gumbel_argmax = staticmethod(reference.gumbel_argmax)
     read_rows = staticmethod(reference.read_rows)
     advance_rows = staticmethod(reference.advance_rows)
     write_rows = staticmethod(reference.write_rows)

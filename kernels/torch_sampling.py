@@ -160,7 +160,7 @@ def _penalised(x: Tensor, rows: Tensor, state: SamplingTables) -> Tensor:
     repetition = of_row[:, tables.REPETITION]
     repeated = torch.where(x > 0, x / repetition, x * repetition)
     x = torch.where(counts != 0, repeated, x)
-    output = (counts & 0x7FFFFFFF).float()
+    output = (counts & tables.MAX_COUNT).float()
     x -= of_row[:, tables.FREQUENCY] * output
     return x - torch.where(output > 0, of_row[:, tables.PRESENCE], 0.0)
 
@@ -168,7 +168,8 @@ def _penalised(x: Tensor, rows: Tensor, state: SamplingTables) -> Tensor:
 def _remember(tokens: Tensor, rows: Tensor, positions: Tensor, state: SamplingTables) -> None:
     flags = state.ints[rows, tables.FLAGS]
     members = _with(flags, tables.PENALISED)
-    state.counts[rows[members], tokens[members]] += 1
+    counted = rows[members], tokens[members]
+    state.counts[counted] += (state.counts[counted] & tables.MAX_COUNT) < tables.MAX_COUNT
     members = _with(flags, tables.REMEMBERED)
     at = positions[members] % state.recent.shape[1]
     state.recent[rows[members], at] = tokens[members].int()

@@ -5,7 +5,6 @@ from __future__ import annotations
 from diptych.kernels.attention_spec import PrefillAttention
 from diptych.kernels.decode_rows import advance_rows, read_rows, write_rows
 from diptych.kernels.fp8_linear import fp8_linear, fp8_linear_parts
-from diptych.kernels.gumbel_argmax import gumbel_argmax
 from diptych.kernels.linear import gated_linear, linear, linear_parts
 from diptych.kernels.paged_decode_attention import paged_decode_attention
 from diptych.kernels.paged_prefill_attention import paged_prefill_attention
@@ -40,7 +39,6 @@ class TritonOps:
     silu_mul_fp8 = staticmethod(silu_mul_fp8)
     fp8_linear = staticmethod(fp8_linear)
     fp8_linear_parts = staticmethod(fp8_linear_parts)
-    gumbel_argmax = staticmethod(gumbel_argmax)
     read_rows = staticmethod(read_rows)
     advance_rows = staticmethod(advance_rows)
     write_rows = staticmethod(write_rows)

@@ -78,6 +78,7 @@ class CapturedDriver(RunnerDriver):
             select_ops(CPU),
             runner._kv_cache,
             runner._batch,
+            runner._sampler,
             vocab_size=384,
             max_model_len=512,
             capture=lambda run: run,

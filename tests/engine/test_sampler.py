@@ -1,13 +1,13 @@
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from diptych.engine.sampler import sample
-from diptych.engine.sampling_rows import RowTokens, SamplingRows
+from diptych.engine.sampler import Sampler
+from diptych.engine.sampling_rows import SamplingRows
 from diptych.engine.step import NewRequest
+from diptych.kernels.torch_ops import TorchOps
 from diptych.sampling_params import SamplingParams
 
 CPU = torch.device("cpu")
@@ -19,10 +19,11 @@ class Rows:
 
     def __init__(self, vocab_size: int) -> None:
         self._rows = SamplingRows(64, vocab_size, CPU)
-        self._known: list[tuple[list[int], list[int]]] = []
+        self._sampler = Sampler(TorchOps(), self._rows)
+        self._num_outputs: list[int] = []
 
     def add(self, prompt: list[int], output: list[int], **params) -> Rows:
-        row = len(self._known)
+        row = len(self._num_outputs)
         new = NewRequest(
             request_id=str(row),
             token_ids=prompt + output,
@@ -33,22 +34,16 @@ class Rows:
             num_computed_tokens=0,
         )
         self._rows.set(row, new)
-        self._known.append((prompt, output))
+        self._num_outputs.append(len(output))
         return self
 
     def sample(self, logits: Tensor) -> list[int]:
         """Sample every row; `logits` is one row for all, or one each, and stays as it is."""
-        count = len(self._known)
-        token_ids = np.zeros((64, 128), np.int32)
-        for row, (prompt, output) in enumerate(self._known):
-            token_ids[row, : len(prompt) + len(output)] = prompt + output
-        tokens = RowTokens(
-            np.arange(count),
-            token_ids,
-            np.array([len(p) for p, _ in self._known]),
-            np.array([len(p) + len(o) for p, o in self._known]),
-        )
-        return sample(logits.expand(count, -1).clone(), self._rows.batch(tokens)).tolist()
+        self._rows.flush()
+        count, num_outputs = len(self._num_outputs), torch.tensor(self._num_outputs)
+        self._num_outputs = [known + 1 for known in self._num_outputs]
+        rows = torch.arange(count)
+        return self._sampler.sample(logits.expand(count, -1), rows, num_outputs).tolist()
 
 
 def draws(logits: Tensor, count: int, **params) -> Tensor:
@@ -201,9 +196,53 @@ def test_no_stop_token_before_min_tokens() -> None:
     assert Rows(8).add([0], [4, 4], **params).sample(LOGITS) == [EOS]
 
 
-def test_a_row_that_is_left_leaves_no_constraint_behind() -> None:
-    rows = Rows(8).add([0], [], temperature=0.0, allowed_token_ids=[7])
-    assert rows.sample(LOGITS) == [7]
-    rows._rows.clear(0)
-    rows._known.clear()
+def test_a_row_that_is_left_leaves_nothing_behind() -> None:
+    rows = Rows(8).add(
+        [1, 4],
+        [2],
+        temperature=0.0,
+        allowed_token_ids=[7, 3],
+        logit_bias={7: 1.0},
+        repetition_penalty=2.0,
+        bad_words_token_ids=[[2, 7]],
+    )
+    assert rows.sample(LOGITS) == [3]
+    rows._num_outputs.clear()
     assert rows.add([0], [], temperature=0.0).sample(LOGITS) == [1]
+    rows._num_outputs.clear()
+    assert rows.add([0], [], temperature=0.0, frequency_penalty=0.4).sample(LOGITS) == [1]
+
+
+def test_each_sample_counts_in_the_next_one() -> None:
+    greedy = {"temperature": 0.0}
+    rows = Rows(8).add([0], [], **greedy, frequency_penalty=0.6)
+    rows.add([0], [], **greedy, presence_penalty=0.6).add([1], [], **greedy, repetition_penalty=1.5)
+    rows.add([0], [], **greedy, bad_words_token_ids=[[1, 1], [2, 1]])
+    rows.add([0], [], **greedy, min_tokens=2, stop_token_ids=[1, 2])
+    drawn = [rows.sample(LOGITS) for _ in range(5)]
+    assert [list(tokens) for tokens in zip(*drawn, strict=True)] == [
+        [1, 2, 1, 4, 2],
+        [1, 2, 1, 1, 1],
+        [2, 1, 1, 1, 1],
+        [1, 2, 2, 2, 2],
+        [4, 4, 1, 1, 1],
+    ]
+
+
+def test_what_was_sampled_before_a_row_is_entered_again_counts_there_too() -> None:
+    kinds = [
+        {"repetition_penalty": 1.3, "frequency_penalty": 0.3},
+        {"bad_words_token_ids": [[2, 3, 4], [5, 6]], "temperature": 1.5},
+        {"presence_penalty": 0.7, "top_k": 5},
+    ]
+    logits = torch.randn(3, 40, generator=torch.Generator().manual_seed(2))
+    whole = Rows(40)
+    for seed, params in enumerate(kinds):
+        whole.add([1, 2], [], **params | {"seed": seed})
+    drawn = [whole.sample(logits) for _ in range(9)]
+    for count in (1, 4, 8):
+        resumed = Rows(40)
+        for seed, params in enumerate(kinds):
+            known = [tokens[seed] for tokens in drawn[:count]]
+            resumed.add([1, 2], known, **params | {"seed": seed})
+        assert [resumed.sample(logits) for _ in range(9 - count)] == drawn[count:]

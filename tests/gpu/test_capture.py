@@ -1,9 +1,13 @@
 """Every op may be captured in a CUDA graph, and replays on what its inputs hold then."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from diptych.kernels import reference
+from diptych.kernels import sampling_tables as tables
+from diptych.kernels.sampling_tables import make_tables
 
 DEVICE = torch.device("cuda")
 
@@ -92,18 +96,28 @@ def test_the_rest_of_a_layer_replays(ops) -> None:
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
 
 
-def test_sampling_replays_with_other_logits_seeds_and_temperatures(ops) -> None:
-    logits = torch.randn(4, 5000, device=DEVICE)
-    temperatures = torch.tensor([0.0, 0.5, 1.0, 1.5], device=DEVICE)
-    seeds = torch.tensor([1, 2, 3, 4], device=DEVICE)
-    positions = torch.tensor([0, 0, 5, 6], device=DEVICE)
-    args = (logits, temperatures, seeds, positions)
-    graph, out = capture(lambda: ops.gumbel_argmax(*args))
-    for step in range(5):
+def test_sampling_replays_with_other_logits_rows_and_parameters(ops) -> None:
+    logits = torch.randn(5, 5000, device=DEVICE)
+    state = make_tables(8, 5000, DEVICE)
+    temperatures = torch.tensor([0.0, 0.5, 1.0, 1.5, 0.9, 1.1, 0.7, 0.8], device=DEVICE)
+    state.floats[:, tables.TOP_P] = 1.0
+    state.floats[:, tables.LOG_MIN_P] = -torch.inf
+    state.floats[:, tables.REPETITION] = 1.2
+    rows = torch.tensor([3, 0, 7, 5, -1], device=DEVICE)
+    positions = torch.tensor([0, 0, 5, 6, 0], device=DEVICE)
+    graph, out = capture(lambda: ops.sample_rows(logits, rows, positions, state))
+    for step in range(6):
         logits.normal_()
         positions.add_(1)
-        seeds.add_(step)
-        temperatures.copy_(temperatures.roll(1))
+        rows.copy_(rows.roll(1))
+        state.ints[:, tables.SEED] += step
+        state.ints[:, tables.TOP_K] = 0 if step % 2 else 7
+        state.ints[:, tables.FLAGS] = tables.LIMITED * (step > 1) + tables.PENALISED * (step > 3)
+        state.floats[:, tables.TOP_P] = 1.0 - 0.1 * step
+        state.floats[:, tables.TEMPERATURE] = temperatures if step < 2 else temperatures + 0.1
+        state.counts.random_(0, 3)
         out.fill_(-1)
+        theirs = replace(state, counts=state.counts.clone())
         graph.replay()
-        assert torch.equal(out, reference.gumbel_argmax(*args))
+        assert torch.equal(out, reference.sample_rows(logits, rows, positions, theirs))
+        assert torch.equal(state.counts, theirs.counts)

@@ -1,13 +1,13 @@
 """Sampling on a GPU is sampling on a CPU: the same bits, the same tokens."""
 
-import numpy as np
 import pytest
 import torch
 
-from diptych.engine.sampler import sample
-from diptych.engine.sampling_rows import RowTokens, SamplingRows
+from diptych.engine.sampler import Sampler
+from diptych.engine.sampling_rows import SamplingRows
 from diptych.engine.step import NewRequest
 from diptych.engine.vector_math import settle_vector_math
+from diptych.kernels.dispatch import select_ops
 from diptych.kernels.noise import gumbel_noise, random_bits
 from diptych.sampling_params import SamplingParams
 
@@ -22,7 +22,9 @@ KINDS = [
     {"temperature": 1.0, "repetition_penalty": 1.3, "presence_penalty": 0.5},
     {"temperature": 0.0, "frequency_penalty": 1.0, "logit_bias": {7: 3.0}},
     {"temperature": 1.0, "allowed_token_ids": [5, 6, 700], "min_tokens": 9},
+    {"temperature": 0.0, "bad_words_token_ids": [[3, 3, 9], [11]]},
 ]
+COUNT = len(KINDS) * 8
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -39,19 +41,25 @@ def test_the_noise_has_the_same_bits() -> None:
     torch.testing.assert_close(noise, gumbel_noise(seeds, positions, 50000), rtol=1e-5, atol=1e-5)
 
 
-def sampled(device: torch.device, logits: torch.Tensor) -> list[int]:
-    rows = SamplingRows(len(KINDS) * 8, logits.shape[1], device)
-    tokens = np.zeros((len(KINDS) * 8, 16), np.int32)
-    for row in range(len(KINDS) * 8):
-        tokens[row, :5] = [row, 2, 3, 3, row % 7]
+def sampled(device: torch.device, backend: str, logits: torch.Tensor, steps: int) -> list:
+    """Tokens of some steps over the same logits: each counts in the next."""
+    rows = SamplingRows(COUNT, logits.shape[1], device)
+    for row in range(COUNT):
         params = SamplingParams(seed=row, **KINDS[row % len(KINDS)])
-        rows.set(row, NewRequest(str(row), [], 0, params, [1], ([],), 0))
-    prompts = np.full(len(KINDS) * 8, 2)
-    batch = rows.batch(RowTokens(np.arange(len(KINDS) * 8), tokens, prompts, prompts + 3))
-    return sample(logits.to(device), batch).tolist()
+        known = [row, 2, 3, 3, row % 7]
+        rows.set(row, NewRequest(str(row), known, 2, params, [1], ([],), 0))
+    rows.flush()
+    sampler = Sampler(select_ops(device, backend), rows)
+    logits, order = logits.to(device), torch.arange(COUNT, device=device)
+    return [
+        sampler.sample(logits, order, torch.full_like(order, 3 + step)).tolist()
+        for step in range(steps)
+    ]
 
 
-def test_every_parameter_gives_the_same_tokens() -> None:
-    generator = torch.Generator().manual_seed(0)
-    logits = torch.randn(len(KINDS) * 8, 32000, generator=generator) * 3
-    assert sampled(CUDA, logits.clone()) == sampled(CPU, logits.clone())
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_every_parameter_gives_the_same_tokens(dtype) -> None:
+    logits = (torch.randn(COUNT, 32000, generator=torch.Generator().manual_seed(0)) * 3).to(dtype)
+    expected = sampled(CPU, "torch", logits, 4)
+    assert sampled(CUDA, "triton", logits, 4) == expected
+    assert sampled(CUDA, "torch", logits, 4) == expected

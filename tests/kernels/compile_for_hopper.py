@@ -23,6 +23,7 @@ POINTERS = {
     torch.bfloat16: "*bf16",
     torch.float16: "*fp16",
     torch.float8_e4m3fn: "*fp8e4nv",
+    torch.int16: "*i16",
     torch.int32: "*i32",
     torch.int64: "*i64",
 }
@@ -85,11 +86,6 @@ def launch_all(dtype: torch.dtype, heads: int, kv_heads: int, dim: int, size: in
     for tile in (0, 128):
         ops.quantise_rows(empty(tokens, 4096), tile)
         ops.silu_mul_fp8(empty(tokens, 2 * 14336), tile)
-    floats = empty(8, 6, dtype=torch.float32)
-    ints = empty(8, 2, dtype=torch.int64)
-    ops.gumbel_argmax(
-        empty(8, 1000 * dim, dtype=torch.float32), floats[:, 0], ints[:, 0], positions[:8]
-    )
     rows = positions[:8]
     state = (rows, rows, rows)
     inputs = ops.read_rows(rows, *state, tables, size, 32)

@@ -327,3 +327,25 @@ def test_a_bracket_that_is_too_full_is_searched_in_the_whole_row(
     least = least_of(x[None].to(device), state)
     wanted = expected_least(x, kind.get("top_k", 0), kind.get("top_p", 1.0), 0.0)
     assert float(least[0]) == wanted
+
+
+def test_many_rows_are_sampled_in_groups(device, monkeypatch) -> None:
+    state = make_tables(7, 50, device)
+    for row in range(7):
+        set_row(state, row, seed=row, top_k=5)
+    logits, rows = torch.randn(7, 50, device=device), torch.arange(7, device=device)
+    whole = kernel.sample_rows(logits, rows, rows, state)
+    monkeypatch.setattr(kernel, "GROUP", 3)
+    assert torch.equal(kernel.sample_rows(logits, rows, rows, state), whole)
+
+
+def test_a_count_stays_at_its_largest(device) -> None:
+    state = make_tables(1, 4, device)
+    set_row(state, 0, temperature=0.0)
+    state.ints[0, tables.FLAGS] = tables.PENALISED
+    state.counts[0, 3] = tables.IN_PROMPT + tables.MAX_COUNT - 1
+    logits, row = torch.arange(4.0, device=device)[None], torch.zeros(1).long().to(device)
+    for _ in range(2):
+        assert both(logits, state, row, row).item() == 3
+        kernel.sample_rows(logits, row, row, state)
+        assert state.counts[0].tolist() == [0, 0, 0, -1]

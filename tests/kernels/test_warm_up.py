@@ -97,7 +97,8 @@ def test_no_step_launches_what_warm_up_has_not(
     runner = driver.executor._runner
     assert runner is not None
     shapes = serving_shapes(MOST_SEQS, MOST_TOKENS, MAX_LEN)
-    warm_up(runner._model, runner._kv_cache, driver.executor.kv_layout, shapes)
+    layout = driver.executor.kv_layout
+    warm_up(runner._model, runner._sampler, runner._kv_cache, layout, shapes)
     warm, before = set(launches.seen), launches.count
     run_mixed_steps(
         driver, 150, most_seqs=MOST_SEQS, most_tokens=MOST_TOKENS, max_model_len=MAX_LEN

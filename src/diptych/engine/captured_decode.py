@@ -10,6 +10,7 @@ from diptych.engine.decode_step import DecodeStep
 from diptych.engine.graphs import Capture, DecodeGraphs, batch_sizes, context_lengths
 from diptych.engine.input_batch import InputBatch
 from diptych.engine.resident_rows import ResidentRows
+from diptych.engine.sampler import Sampler
 from diptych.kernels.dispatch import Ops
 from diptych.models.layers import layer_views
 from diptych.models.llama import Decoder
@@ -28,6 +29,7 @@ def capture_decode(
     ops: Ops,
     kv_cache: Tensor,
     batch: InputBatch,
+    sampler: Sampler,
     *,
     vocab_size: int,
     max_model_len: int,
@@ -39,9 +41,8 @@ def capture_decode(
         ops,
         layer_views(kv_cache),
         ResidentRows(batch.last_tokens, ops, batch.uploads),
+        sampler,
         block_tables=batch.block_tables,
-        temperatures=batch.sampling.temperatures,
-        seeds=batch.sampling.seeds,
         vocab_size=vocab_size,
         block_size=kv_cache.shape[4],
     )

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from diptych.engine.resident_rows import ResidentRows
+from diptych.engine.sampler import Sampler
 from diptych.kernels.dispatch import Ops
 from diptych.kernels.row_inputs import RowInputs
 from diptych.models.layers import ForwardBatch, KVView, SingleQueries
@@ -20,8 +21,8 @@ class DecodeStep:
     Args:
         model, ops, kv: what computes, and the cache's layers.
         rows: which rows it computes, and where they stand; it moves them on.
+        sampler: of the same rows.
         block_tables: `[max_num_seqs, max_blocks]` int32, by row.
-        temperatures, seeds: `[max_num_seqs]`, by row.
         vocab_size, block_size: of the model, of the cache.
     """
 
@@ -31,16 +32,15 @@ class DecodeStep:
         ops: Ops,
         kv: Sequence[KVView],
         rows: ResidentRows,
+        sampler: Sampler,
         block_tables: Tensor,
-        temperatures: Tensor,
-        seeds: Tensor,
         vocab_size: int,
         block_size: int,
     ) -> None:
         max_rows, device = len(block_tables), block_tables.device
         self._model, self._ops, self._kv = model, ops, kv
         self._block_tables, self._block_size = block_tables, block_size
-        self._temperatures, self._seeds = temperatures, seeds
+        self._sampler = sampler
         self.rows = rows
         self.logits = torch.zeros(max_rows, vocab_size, device=device)
         self.tokens = torch.zeros(max_rows, dtype=torch.int64, device=device)
@@ -51,8 +51,8 @@ class DecodeStep:
         inputs = self._read(size, context)
         logits = self.logits[:size]
         self._model.logits(self._model.forward(_batch(inputs, context), self._kv), logits)
-        sampled = self._sample(logits, inputs.num_outputs)
         rows = self.rows
+        sampled = self._sampler.sample(logits, rows.order[:size], inputs.num_outputs)
         self._ops.advance_rows(
             rows.order[:size], sampled, rows.last_tokens, rows.positions, self.tokens[:size]
         )
@@ -67,15 +67,6 @@ class DecodeStep:
             self._block_tables,
             self._block_size,
             -(-context // self._block_size),
-        )
-
-    def _sample(self, logits: Tensor, num_outputs: Tensor) -> Tensor:
-        order = self.rows.order[: len(logits)].clamp(min=0)
-        return self._ops.gumbel_argmax(
-            logits,
-            self._temperatures.index_select(0, order),
-            self._seeds.index_select(0, order),
-            num_outputs,
         )
 
 

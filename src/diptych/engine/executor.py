@@ -28,6 +28,7 @@ from diptych.engine.graphs import GraphPool, batch_sizes, context_lengths, graph
 from diptych.engine.input_batch import InputBatch
 from diptych.engine.kv_cache import allocate, cpu_kv_bytes, gpu_kv_bytes, num_kv_blocks
 from diptych.engine.runner import ModelRunner
+from diptych.engine.sampler import Sampler
 from diptych.engine.step import ModelRunnerOutput, SchedulerOutput, StepHandle
 from diptych.engine.stopwatch import Stopwatch
 from diptych.engine.warm_up import (
@@ -81,8 +82,9 @@ class UniprocExecutor:
         # before the cache is sized, so that its rows on the device count
         batch = self._make_batch()
         with self._watch.stage("sizing"):
-            self._layout = self._size_kv_cache(model)
-        self._runner: ModelRunner | None = self._make_runner(model, ops, batch)
+            sampler = Sampler(ops, batch.sampling)
+            self._layout = self._size_kv_cache(model, sampler)
+        self._runner: ModelRunner | None = self._make_runner(model, ops, batch, sampler)
         _log.info(
             "loaded %s (%s) on %s in %s: %d KV blocks of %d tokens (%s)",
             self.model_config.path.name,
@@ -172,7 +174,7 @@ class UniprocExecutor:
                 ) from error
             raise
 
-    def _size_kv_cache(self, model: Decoder) -> KVLayout:
+    def _size_kv_cache(self, model: Decoder, sampler: Sampler) -> KVLayout:
         config = self.model_config
         layout = KVLayout(
             num_blocks=1,
@@ -185,15 +187,16 @@ class UniprocExecutor:
         if self._config.num_kv_blocks is not None:
             budget = (0, "")
         elif self._device.type == "cuda":
-            budget = gpu_kv_bytes(self._config, self._device, self._gpu_bytes(model, layout))
+            used = self._gpu_bytes(model, sampler, layout)
+            budget = gpu_kv_bytes(self._config, self._device, used)
         else:
             budget = cpu_kv_bytes(self._config)
         count = num_kv_blocks(self._config, layout, self.max_model_len, *budget)
         return replace(layout, num_blocks=count)
 
-    def _gpu_bytes(self, model: Decoder, layout: KVLayout) -> int:
+    def _gpu_bytes(self, model: Decoder, sampler: Sampler, layout: KVLayout) -> int:
         """What weights, activations and graphs take at their peak."""
-        sized = (model, layout, self._config, self.max_model_len, self._device)
+        sized = (model, sampler, layout, self._config, self.max_model_len, self._device)
         with self._refusing("max_num_batched_tokens or max_num_seqs"):
             if not self._captures:
                 return peak_memory(*sized)
@@ -210,13 +213,17 @@ class UniprocExecutor:
             self._device,
         )
 
-    def _make_runner(self, model: Decoder, ops: Ops, batch: InputBatch) -> ModelRunner:
+    def _make_runner(
+        self, model: Decoder, ops: Ops, batch: InputBatch, sampler: Sampler
+    ) -> ModelRunner:
         kv_cache = allocate(self._layout, self._device)
         with self._refusing("gpu_memory_utilization"):
             with self._watch.stage("warm-up"):
-                warm_up(model, kv_cache, self._layout, self._warm_up_shapes())
-            decode = self._capture(model, ops, kv_cache, batch) if self._captures else None
-        return ModelRunner(model, kv_cache, self._layout, batch, self._connector, decode)
+                warm_up(model, sampler, kv_cache, self._layout, self._warm_up_shapes())
+            decode = None
+            if self._captures:
+                decode = self._capture(model, ops, kv_cache, batch, sampler)
+        return ModelRunner(model, sampler, kv_cache, self._layout, batch, self._connector, decode)
 
     def _warm_up_shapes(self) -> list[Shape]:
         """On a CPU nothing is compiled."""
@@ -240,7 +247,7 @@ class UniprocExecutor:
             ) from error
 
     def _capture(
-        self, model: Decoder, ops: Ops, kv_cache: Tensor, batch: InputBatch
+        self, model: Decoder, ops: Ops, kv_cache: Tensor, batch: InputBatch, sampler: Sampler
     ) -> CapturedDecode:
         with self._watch.stage("graphs"):
             captured = capture_decode(
@@ -248,6 +255,7 @@ class UniprocExecutor:
                 ops,
                 kv_cache,
                 batch,
+                sampler,
                 vocab_size=self.model_config.vocab_size,
                 max_model_len=self.max_model_len,
                 capture=GraphPool(self._device),

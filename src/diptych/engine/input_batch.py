@@ -15,7 +15,7 @@ from torch import Tensor
 
 from diptych.engine.pinned import Uploads
 from diptych.engine.resident_rows import DecodeRows
-from diptych.engine.sampling_rows import RowTokens, SamplingRows
+from diptych.engine.sampling_rows import SamplingRows
 from diptych.engine.step import NewRequest, RunningRequest, SchedulerOutput
 from diptych.models.layers import ForwardBatch, LastTokens, ManyQueries, SingleQueries
 
@@ -214,9 +214,10 @@ class InputBatch:
         self.token_ids[rows, positions] = token_ids[still]
         self._num_known[rows] = positions + 1
 
-    def row_tokens(self, rows: Int64Array) -> RowTokens:
-        """The known tokens of these rows."""
-        return RowTokens(rows, self.token_ids, self.num_prompt_tokens[rows], self.num_tokens[rows])
+    def num_outputs(self, rows: Int64Array) -> Int64Array:
+        """Output tokens of these rows so far."""
+        counts: Int64Array = self.num_tokens[rows] - self.num_prompt_tokens[rows]
+        return counts
 
     def _known_ids(self, rows: Int64Array, positions: Int64Array) -> Int64Array:
         """The tokens there; -1 for one that the device alone knows."""
@@ -269,4 +270,3 @@ class InputBatch:
         row = self._row_of.pop(request_id, None)
         if row is not None:
             self._free_rows.append(row)
-            self.sampling.clear(row)

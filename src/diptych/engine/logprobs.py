@@ -16,11 +16,11 @@ class TopLogprobs:
     def __init__(self, logits: Tensor, chosen: Tensor, most: int) -> None:
         """
         Args:
-            logits: `[n, V]` float32, as the model gave them.
+            logits: `[n, V]`, as the model gave them.
             chosen: `[n]` int64.
             most: likeliest tokens per position.
         """
-        logprobs = torch.log_softmax(logits, dim=-1)
+        logprobs = torch.log_softmax(logits, dim=-1, dtype=torch.float32)
         of_chosen = logprobs.gather(1, chosen[:, None])
         # the argmax has rank 1, ties or not
         ranks = (logprobs > of_chosen).sum(-1) + 1

@@ -12,7 +12,7 @@ from diptych.engine.input_batch import InputBatch, StepRows
 from diptych.engine.logprobs import TopLogprobs
 from diptych.engine.pinned import TokenReader
 from diptych.engine.request import TokenLogprobs
-from diptych.engine.sampler import sample
+from diptych.engine.sampler import Sampler
 from diptych.engine.sampling_rows import NO_LOGPROBS
 from diptych.engine.step import SchedulerOutput
 from diptych.engine.submitted_step import SubmittedStep
@@ -27,13 +27,14 @@ class ModelRunner:
     """Holds the model, its KV cache and the rows of the requests in the batch.
 
     Args:
-        model, kv_cache, layout, batch, connector: what it runs on.
+        model, sampler, kv_cache, layout, batch, connector: what it runs on.
         decode: decode steps, captured; None runs them as the others, one kernel after another.
     """
 
     def __init__(
         self,
         model: Decoder,
+        sampler: Sampler,
         kv_cache: Tensor,
         layout: KVLayout,
         batch: InputBatch,
@@ -41,6 +42,7 @@ class ModelRunner:
         decode: CapturedDecode | None = None,
     ) -> None:
         self._model = model
+        self._sampler = sampler
         self._kv_cache = kv_cache
         self._kv_views = layer_views(kv_cache)
         self._batch = batch
@@ -80,54 +82,45 @@ class ModelRunner:
         if not len(rows.samples):
             submitted.expect(self._reader.begin(batch.last_tokens[:0]))
             return
-        members = self._put(rows.rows[rows.samples])
-        self._sample(rows, self._model.logits(hidden), members, submitted)
+        members = rows.rows[rows.samples]
+        sampling.flush()
+        where, num_outputs = batch.uploads.put_all(members, batch.num_outputs(members))
+        logits = self._model.logits(hidden)
+        sampled = self._sampler.sample(logits, where, num_outputs)
+        batch.last_tokens.index_copy_(0, where, sampled)
+        self._take(rows, logits, sampled, submitted)
 
     def _run_captured(
         self, rows: StepRows, decode: CapturedDecode, submitted: SubmittedStep
     ) -> None:
-        """A decode step; what its graph cannot sample is sampled from the graph's logits."""
+        """A decode step, sampling and all."""
         if self._connector is not None:
             for layer in range(len(self._kv_views)):
                 self._connector.wait_for_layer_load(layer)
         count = len(rows.rows)
         decode.step.rows.load(self._batch.decode_rows(rows))
         decode.graphs.replay(count, int(rows.end.max()))
-        plain = self._batch.sampling.is_plain[rows.rows].all()
-        tokens = decode.step.tokens[:count] if plain else None
-        order = decode.step.rows.order[:count]
-        self._sample(rows, decode.step.logits[:count], order, submitted, tokens)
+        self._take(rows, decode.step.logits[:count], decode.step.tokens[:count], submitted)
 
-    def _sample(
-        self,
-        rows: StepRows,
-        logits: Tensor,
-        rows_on_device: Tensor,
-        submitted: SubmittedStep,
-        sampled: Tensor | None = None,
+    def _take(
+        self, rows: StepRows, logits: Tensor, sampled: Tensor, submitted: SubmittedStep
     ) -> None:
-        """Sample a token for each of `rows.samples`, into the rows and for `submitted`.
+        """Begin to read a step's tokens, and take the log probabilities that are wanted.
 
         Args:
-            logits: `[R, V]` float32; overwritten where `sampled` is not given.
-            rows_on_device: `[R]` int64, the rows that sample.
-            sampled: `[R]`, the tokens if they are in their rows already.
+            logits: `[R, V]`, as the model gave them.
+            sampled: `[R]`, tokens of `rows.samples`, in their rows already.
         """
-        samples, batch = rows.samples, self._batch
-        members = rows.rows[samples]
-        wanted = np.flatnonzero(batch.sampling.logprobs[members] != NO_LOGPROBS)
-        raw = logits[self._put(wanted)] if len(wanted) else None
-        if sampled is None:
-            sampled = sample(logits, batch.sampling.batch(batch.row_tokens(members)))
-            batch.last_tokens.index_copy_(0, rows_on_device, sampled)
+        batch = self._batch
         appended = batch.append(rows)
         submitted.expect(self._reader.begin(sampled), appended)
-        if raw is not None:
-            counts: list[int] = batch.sampling.logprobs[members[wanted]].tolist()
-            top = TopLogprobs(raw, sampled[self._put(wanted)], max(counts))
-            for i, (index, count) in enumerate(zip(wanted.tolist(), counts, strict=True)):
-                name = appended.request_ids[index]
-                submitted.output.logprobs[name] = top.pack([i], count)
+        widths = batch.sampling.logprobs[appended.rows]
+        wanted = np.flatnonzero(widths != NO_LOGPROBS)
+        if len(wanted):
+            index, counts = self._put(wanted), widths[wanted].tolist()
+            top = TopLogprobs(logits[index], sampled[index], max(counts))
+            for i, (place, count) in enumerate(zip(wanted.tolist(), counts, strict=True)):
+                submitted.output.logprobs[appended.request_ids[place]] = top.pack([i], count)
 
     def _prompt_logprobs(self, rows: StepRows, hidden: Tensor) -> dict[str, TokenLogprobs]:
         """Of the prompt tokens that follow the positions computed, for those who asked."""

@@ -11,7 +11,7 @@ from torch import Tensor
 from diptych.config import EngineConfig
 from diptych.connectors.base import KVLayout
 from diptych.engine.kv_cache import allocate
-from diptych.engine.sampler import RandomRows, SamplingBatch, sample
+from diptych.engine.sampler import Sampler
 from diptych.models.layers import ForwardBatch, ManyQueries, SingleQueries, layer_views
 from diptych.models.llama import Decoder
 
@@ -45,10 +45,16 @@ def _ladder(most: int) -> list[int]:
 
 
 @torch.inference_mode()
-def warm_up(model: Decoder, kv_cache: Tensor, layout: KVLayout, shapes: Sequence[Shape]) -> None:
+def warm_up(
+    model: Decoder,
+    sampler: Sampler,
+    kv_cache: Tensor,
+    layout: KVLayout,
+    shapes: Sequence[Shape],
+) -> None:
     """Run a step of each shape; the cache stays as it is."""
     for shape in shapes:
-        _run(model, kv_cache, layout, shape, shape.sequences)
+        _run(model, sampler, kv_cache, layout, shape, shape.sequences)
     if kv_cache.device.type == "cuda":
         torch.cuda.synchronize(kv_cache.device)
 
@@ -56,6 +62,7 @@ def warm_up(model: Decoder, kv_cache: Tensor, layout: KVLayout, shapes: Sequence
 @torch.inference_mode()
 def peak_memory(
     model: Decoder,
+    sampler: Sampler,
     layout: KVLayout,
     config: EngineConfig,
     max_model_len: int,
@@ -66,8 +73,8 @@ def peak_memory(
     each = min(tokens, max_model_len)
     cache = allocate(layout, device)
     torch.cuda.reset_peak_memory_stats(device)
-    _run(model, cache, layout, Shape(most, 1, max_model_len), most)
-    _run(model, cache, layout, Shape(max(tokens // each, 1), each, each), most)
+    _run(model, sampler, cache, layout, Shape(most, 1, max_model_len), most)
+    _run(model, sampler, cache, layout, Shape(max(tokens // each, 1), each, each), most)
     torch.cuda.synchronize(device)
     peak = torch.cuda.max_memory_allocated(device)
     torch.cuda.empty_cache()
@@ -77,6 +84,7 @@ def peak_memory(
 @torch.inference_mode()
 def decode_memory(
     model: Decoder,
+    sampler: Sampler,
     layout: KVLayout,
     config: EngineConfig,
     max_model_len: int,
@@ -89,20 +97,24 @@ def decode_memory(
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
     batch = _make_batch(layout, Shape(most, 1, max_model_len), device)
-    model.logits(model.forward(batch, layer_views(cache)))
+    _sample(sampler, model.logits(model.forward(batch, layer_views(cache))))
     torch.cuda.synchronize(device)
     return torch.cuda.max_memory_allocated(device) - before
 
 
 def _run(
-    model: Decoder, kv_cache: Tensor, layout: KVLayout, shape: Shape, num_samples: int
+    model: Decoder,
+    sampler: Sampler,
+    kv_cache: Tensor,
+    layout: KVLayout,
+    shape: Shape,
+    num_samples: int,
 ) -> None:
     """Block 0 stands for all blocks and nothing is written."""
     device = kv_cache.device
     hidden = model.forward(_make_batch(layout, shape, device), layer_views(kv_cache))
     rows = torch.arange(num_samples, device=device) % len(hidden)
-    random = _random_rows(num_samples, device)
-    sample(model.logits(hidden[rows]), SamplingBatch(random=random))
+    _sample(sampler, model.logits(hidden[rows]))
 
 
 def _make_batch(layout: KVLayout, shape: Shape, device: torch.device) -> ForwardBatch:
@@ -122,18 +134,7 @@ def _make_batch(layout: KVLayout, shape: Shape, device: torch.device) -> Forward
     )
 
 
-def _random_rows(samples: int, device: torch.device) -> RandomRows:
-    ones = torch.ones(samples, device=device)
-    zeros = torch.zeros(samples, dtype=torch.int64, device=device)
-    return RandomRows(
-        temperature=ones,
-        all_random=True,
-        min_p=None,
-        top_k=zeros,
-        top_p=ones * 0.9,
-        limited_by_topk=[],
-        limited_by_topp=list(range(samples)),
-        max_top_k=0,
-        seeds=zeros,
-        positions=zeros,
-    )
+def _sample(sampler: Sampler, logits: Tensor) -> None:
+    """For the first rows, whatever they are; which they are changes no launch."""
+    rows = torch.arange(len(logits), device=logits.device)
+    sampler.sample(logits, rows, torch.zeros_like(rows))
