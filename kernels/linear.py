@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 from torch.nn import functional
 
@@ -17,6 +18,8 @@ def linear(
     if can_stream(x, weight):
         tiles = stream_tiles(len(x), *weight.shape)
         return streamed_linear(x, weight, tiles, bias=bias, out=out)
+    if bias is None and out is not None and out.dtype == x.dtype:
+        return torch.mm(x, weight.t(), out=out)
     product = functional.linear(x, weight, bias)
     return product if out is None else out.copy_(product)
 

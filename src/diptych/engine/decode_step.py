@@ -16,7 +16,7 @@ from diptych.models.llama import Decoder
 
 
 class DecodeStep:
-    """The step, and its results: `logits` `[max_rows, V]` float32, `tokens` `[max_rows]` int64.
+    """The step, and its results: `logits` `[max_rows, V]`, `tokens` `[max_rows]` int64.
 
     Args:
         model, ops, kv: what computes, and the cache's layers.
@@ -42,7 +42,7 @@ class DecodeStep:
         self._block_tables, self._block_size = block_tables, block_size
         self._sampler = sampler
         self.rows = rows
-        self.logits = torch.zeros(max_rows, vocab_size, device=device)
+        self.logits = torch.zeros(max_rows, vocab_size, dtype=model.dtype, device=device)
         self.tokens = torch.zeros(max_rows, dtype=torch.int64, device=device)
 
     @torch.inference_mode()

@@ -99,6 +99,11 @@ class Decoder:
         else:
             self._head = make_matrix(ops, weights.load(["lm_head.weight"], *size))
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of hidden states and logits."""
+        return self._embedding.dtype
+
     def forward(
         self, batch: ForwardBatch, kv: Sequence[KVView], hooks: LayerHooks | None = None
     ) -> Tensor:
@@ -121,5 +126,5 @@ class Decoder:
         return self._ops.add_rms_norm(x, residual, self._norm, self._eps)[0]
 
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
-        """`[R, N]` of `forward` to `[R, V]` float32 logits, into `out` where given."""
-        return self._head(hidden).float() if out is None else self._head.into(out, hidden)
+        """`[R, N]` of `forward` to `[R, V]` logits of the same type, into `out` where given."""
+        return self._head(hidden) if out is None else self._head.into(out, hidden)
