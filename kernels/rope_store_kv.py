@@ -14,6 +14,8 @@ from diptych.kernels.early_start import (
     wait_for_earlier_kernels,
 )
 
+_MANY_TOKENS = 256
+
 
 @triton.jit
 def _normed(b_x1, b_x2, weight, o_d, m_d, eps, D: tl.constexpr):
@@ -71,9 +73,11 @@ def _rope_store_kv_kernel(
     stride_slot,
     H: tl.constexpr,
     G: tl.constexpr,
+    KH: tl.constexpr,
     D: tl.constexpr,
     BS: tl.constexpr,
     BG: tl.constexpr,
+    BH: tl.constexpr,
     BD: tl.constexpr,
     NORM: tl.constexpr,
     EARLY: tl.constexpr,
@@ -82,15 +86,18 @@ def _rope_store_kv_kernel(
         let_next_kernel_start()
         wait_for_earlier_kernels()
     i_t, i_h = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
-    o_g, o_d = tl.arange(0, BG)[:, None], tl.arange(0, BD)[None, :]
+    # KH key heads are a program's, and KH * G query heads
+    o_g, o_h = tl.arange(0, BG)[:, None], tl.arange(0, BH)[:, None]
+    o_d = tl.arange(0, BD)[None, :]
     m_d = o_d < D // 2
     p_table = cos_sin + tl.load(positions + i_t).to(tl.int64) * stride_table
     # [1, BD]
     b_cos = tl.load(p_table + o_d, mask=m_d, other=0.0).to(tl.float32)
     b_sin = tl.load(p_table + o_d + D // 2, mask=m_d, other=0.0).to(tl.float32)
 
-    mask = (o_g < G) & m_d
-    o_head = i_h * G + o_g
+    # [BG, BD]
+    mask = (o_g < KH * G) & m_d
+    o_head = i_h * KH * G + o_g
     o_q = i_t * stride_q_token + o_head * stride_q_head + o_d
     b_q1, b_q2 = _rotated(q, q_weight, eps, b_cos, b_sin, o_q, mask, o_d, m_d, D, NORM)
     o_out = (i_t * H + o_head) * D + o_d
@@ -99,18 +106,22 @@ def _rope_store_kv_kernel(
 
     slot = tl.load(slot_mapping + i_t).to(tl.int64)
     if slot >= 0:
-        o_k = i_t * stride_k_token + i_h * stride_k_head + o_d
-        b_k1, b_k2 = _rotated(k, k_weight, eps, b_cos, b_sin, o_k, m_d, o_d, m_d, D, NORM)
-        p_v = v + i_t * stride_v_token + i_h * stride_v_head + o_d
-        b_v1 = tl.load(p_v, mask=m_d)
-        b_v2 = tl.load(p_v + D // 2, mask=m_d)
-        o_slot = (slot // BS) * stride_block + (slot % BS) * stride_slot + i_h * stride_head + o_d
+        # [BH, BD]
+        m_h = (o_h < KH) & m_d
+        o_kv = i_h * KH + o_h
+        o_k = i_t * stride_k_token + o_kv * stride_k_head + o_d
+        b_k1, b_k2 = _rotated(k, k_weight, eps, b_cos, b_sin, o_k, m_h, o_d, m_d, D, NORM)
+        p_v = v + i_t * stride_v_token + o_kv * stride_v_head + o_d
+        b_v1 = tl.load(p_v, mask=m_h)
+        b_v2 = tl.load(p_v + D // 2, mask=m_h)
+        o_slot = (slot // BS) * stride_block + (slot % BS) * stride_slot
+        o_slot += o_kv * stride_head + o_d
         # rounded to the key's type first, as if stored and read again
         b_k1, b_k2 = b_k1.to(k.dtype.element_ty), b_k2.to(k.dtype.element_ty)
-        tl.store(k_cache + o_slot, in_type_of(k_cache, b_k1, k_factor), mask=m_d)
-        tl.store(k_cache + o_slot + D // 2, in_type_of(k_cache, b_k2, k_factor), mask=m_d)
-        tl.store(v_cache + o_slot, in_type_of(v_cache, b_v1, v_factor), mask=m_d)
-        tl.store(v_cache + o_slot + D // 2, in_type_of(v_cache, b_v2, v_factor), mask=m_d)
+        tl.store(k_cache + o_slot, in_type_of(k_cache, b_k1, k_factor), mask=m_h)
+        tl.store(k_cache + o_slot + D // 2, in_type_of(k_cache, b_k2, k_factor), mask=m_h)
+        tl.store(v_cache + o_slot, in_type_of(v_cache, b_v1, v_factor), mask=m_h)
+        tl.store(v_cache + o_slot + D // 2, in_type_of(v_cache, b_v2, v_factor), mask=m_h)
 
 
 def rope_store_kv(
@@ -144,7 +155,9 @@ def rope_store_kv(
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if num_tokens == 0:
         return out
-    _rope_store_kv_kernel[(num_tokens, num_kv_heads)](
+    # few tokens are spread over programs, of many each is one program's
+    heads = 1 if num_tokens < _MANY_TOKENS else num_kv_heads
+    _rope_store_kv_kernel[(num_tokens, num_kv_heads // heads)](
         q,
         k,
         v,
@@ -171,12 +184,14 @@ def rope_store_kv(
         k_cache.stride(2),
         H=num_heads,
         G=group,
+        KH=heads,
         D=head_dim,
         BS=k_cache.shape[2],
-        BG=triton.next_power_of_2(group),
+        BG=triton.next_power_of_2(group * heads),
+        BH=triton.next_power_of_2(heads),
         BD=triton.next_power_of_2(head_dim // 2),
         NORM=q_weight is not None,
-        num_warps=2,
+        num_warps=2 if heads == 1 else 4,
         **early_start(q.device),
     )
     return out

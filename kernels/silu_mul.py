@@ -26,8 +26,8 @@ def silu_mul(x: Tensor) -> Tensor:
     out = torch.empty(num_tokens, size, dtype=x.dtype, device=x.device)
     if num_tokens == 0:
         return out
-    block = min(1024, triton.next_power_of_2(size))
+    block = min(2048, triton.next_power_of_2(size))
     _silu_mul_kernel[(num_tokens, triton.cdiv(size, block))](
-        x, out, x.stride(0), size, BN=block, num_warps=4
+        x, out, x.stride(0), size, BN=block, num_warps=8 if block > 1024 else 4
     )
     return out

@@ -5,26 +5,34 @@ import torch
 
 from diptych.kernels import reference
 
-rope_store_kv = pytest.importorskip("diptych.kernels.rope_store_kv").rope_store_kv
+kernels = pytest.importorskip("diptych.kernels.rope_store_kv")
+rope_store_kv = kernels.rope_store_kv
 
 
+@pytest.mark.parametrize("many", [2, 256], ids=["program per token", "program per head"])
 @pytest.mark.parametrize("norm", [False, True], ids=["plain", "norm"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize(
     ("tokens", "heads", "kv_heads", "dim", "block_size"),
-    [(1, 9, 3, 64, 16), (7, 4, 4, 80, 64), (13, 32, 8, 128, 32), (3, 5, 1, 16, 16)],
+    [
+        (1, 9, 3, 64, 16),
+        (7, 4, 4, 80, 64),
+        (13, 32, 8, 128, 32),
+        (3, 5, 1, 16, 16),
+    ],
 )
 def test_agrees_with_its_parts(
-    tokens, heads, kv_heads, dim, block_size, dtype, norm, device
+    tokens, heads, kv_heads, dim, block_size, dtype, norm, many, device, monkeypatch
 ) -> None:
+    monkeypatch.setattr(kernels, "_MANY_TOKENS", many)
     torch.manual_seed(0)
     qkv = torch.randn(tokens, heads + 2 * kv_heads, dim, device=device).to(dtype)
     q, k, v = qkv.split([heads, kv_heads, kv_heads], dim=1)
     cos_sin = torch.randn(300, dim, device=device)
     positions = torch.randint(300, (tokens,), device=device)
-    slots = torch.randperm(256, device=device)[:tokens]
+    slots = torch.randperm(512, device=device)[:tokens]
     slots[2::3] = -1
-    ours = torch.full((256 // block_size, kv_heads, 3, 2, block_size, dim), torch.nan, dtype=dtype)
+    ours = torch.full((512 // block_size, kv_heads, 3, 2, block_size, dim), torch.nan, dtype=dtype)
     ours = ours.to(device)
     theirs = ours.clone()
     weights = (torch.rand(2, dim, device=device) + 0.5).to(dtype).unbind() if norm else (None, None)
