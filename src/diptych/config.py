@@ -155,12 +155,19 @@ class WorkerConfig:
     ticket_keys: str | None = _flag(
         None, "file with ticket signing keys; none: tickets are not verified"
     )
-    kvstore: str | None = _flag(None, "host:port of the KV store; from the registry if absent")
+    kvstore: str | None = _flag(
+        None, "host:port of the KV store's nodes, comma-separated; from the registry if absent"
+    )
+    read_store: bool = _flag(True, "load prefixes from the KV store where that is cheaper")
+    store_decoded: bool = _flag(
+        False, "store the KV of outputs too, so that a conversation's next turn hits"
+    )
 
     def __post_init__(self) -> None:
         check_ports(self, "port", "admin_port")
         check_address("advertise_address", self.advertise_address)
-        check_address("kvstore", self.kvstore)
+        for address in (self.kvstore or "").split(",") if self.kvstore is not None else ():
+            check_address("kvstore", address.strip())
         check_not_negative(self, "drain_s", "stream_grace_s")
         check_positive(self, "max_frames_queued")
 

@@ -12,7 +12,8 @@ from diptych.connectors.base import KVConnectorOutput, KVLayout
 from diptych.connectors.page_orders import PageMetadata, PageStore
 from diptych.connectors.page_scheduler import PageConnectorScheduler
 from diptych.connectors.page_worker import PageConnectorWorker
-from diptych.connectors.transfers import TransferLimits, Transfers
+from diptych.connectors.transfer_jobs import TransferLimits
+from diptych.connectors.transfers import Transfers
 from diptych.engine.request import KVCommit
 from tests.connectors.fakes import Request, make_cache, make_layout
 

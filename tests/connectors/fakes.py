@@ -25,6 +25,7 @@ class Request:
     kv_transfer_params: KVTransferParams | None = None
     num_computed_tokens: int = 0
     cache_salt: str | None = None
+    tenant: str = ""
 
     def __post_init__(self) -> None:
         self._chain = HashChain(root_hash(NAMESPACE, self.cache_salt))

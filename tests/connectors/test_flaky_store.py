@@ -15,7 +15,7 @@ from diptych.config import EngineConfig
 from diptych.connectors.page_scheduler import PageConnectorScheduler
 from diptych.connectors.page_worker import PageConnectorWorker
 from diptych.connectors.shared_storage import FileStore
-from diptych.connectors.transfers import TransferLimits
+from diptych.connectors.transfer_jobs import TransferLimits
 from diptych.engine.core import EngineCore
 from diptych.engine.executor import UniprocExecutor
 from diptych.engine.request import EngineCoreRequest, KVCommit, KVTransferParams
@@ -34,19 +34,19 @@ class FlakyStore:
         self._files = FileStore(root)
         self._random = Random(seed)
 
-    def put_many(self, items: Sequence[tuple[bytes, memoryview]]) -> list[int | None]:
+    def put_many(self, items: Sequence[tuple[bytes, memoryview]], tenant: str) -> list[int | None]:
         self._maybe_fail()
         stored = self._files.put_many(items)
         return [None if self._random.random() < 0.1 else checksum for checksum in stored]
 
-    def get_many(self, items: Sequence[tuple[bytes, memoryview]]) -> list[bool]:
+    def get_many(self, items: Sequence[tuple[bytes, memoryview]]) -> list[int | None]:
         self._maybe_fail()
         read = self._files.get_many(items)
         for _, buffer in items:
             if self._random.random() < 0.15:
                 half = buffer.nbytes // 2
                 buffer[:half], buffer[half:] = buffer[-half:], bytes(buffer.nbytes - half)
-        return [arrived and self._random.random() > 0.1 for arrived in read]
+        return [checksum if self._random.random() > 0.1 else None for checksum in read]
 
     def close(self) -> None:
         return

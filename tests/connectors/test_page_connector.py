@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from diptych.connectors.shared_storage import FileStore
-from diptych.connectors.transfers import TransferLimits
+from diptych.connectors.transfer_jobs import TransferLimits
 from diptych.errors import TransferError
 from tests.connectors.engines import OUR_BLOCKS, PROMPT, Engine, running
 from tests.connectors.fakes import consumer, make_cache, make_layout, producer, same_kv
@@ -28,11 +28,11 @@ class GatedStore:
         self.fails = False
         self.calls = 0
 
-    def put_many(self, items: Sequence[tuple[bytes, memoryview]]) -> list[int | None]:
+    def put_many(self, items: Sequence[tuple[bytes, memoryview]], tenant: str) -> list[int | None]:
         self._pass()
         return self.files.put_many(items)
 
-    def get_many(self, items: Sequence[tuple[bytes, memoryview]]) -> list[bool]:
+    def get_many(self, items: Sequence[tuple[bytes, memoryview]]) -> list[int | None]:
         self._pass()
         return self.files.get_many(items)
 

@@ -13,7 +13,7 @@ from diptych.connectors.page_orders import PageStore
 from diptych.connectors.page_scheduler import PageConnectorScheduler
 from diptych.connectors.store import ServiceStore
 from diptych.connectors.store_client import StoreClient
-from diptych.connectors.transfers import TransferLimits
+from diptych.connectors.transfer_jobs import TransferLimits
 from diptych.errors import ConfigError
 from tests.connectors.engines import OUR_BLOCKS, PROMPT, Engine, running
 from tests.connectors.fakes import NAMESPACE, consumer, make_layout, producer, same_kv

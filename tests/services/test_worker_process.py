@@ -12,6 +12,7 @@ import aiohttp
 import pytest
 
 from diptych.config import EngineConfig, RedisConfig, WorkerConfig
+from diptych.connectors.store_settings import StoreSettings
 from diptych.embedded_redis import EmbeddedRedis
 from diptych.engine.request import FinishReason
 from diptych.errors import ConfigError, DrainingError, EngineDeadError, ModelLoadError
@@ -216,7 +217,8 @@ async def test_the_store_of_a_split_worker_is_the_configured_one(model: Path) ->
         transfer = worker.engine_config.kv_transfer_config
         assert transfer is not None
         assert (transfer.kv_connector, transfer.is_producer) == ("StoreConnector", True)
-        assert transfer.kv_connector_extra_config == {"kvstore": "10.0.0.1:9"}
+        settings = StoreSettings.of(transfer.kv_connector_extra_config)
+        assert settings == StoreSettings(kvstore="10.0.0.1:9")
 
 
 async def test_a_split_worker_waits_for_a_store_then_registers_and_leaves(
@@ -239,7 +241,9 @@ async def test_a_split_worker_waits_for_a_store_then_registers_and_leaves(
         assert worker.engine_config is not None
         assert worker.engine_config.kv_transfer_config is not None
         extra = worker.engine_config.kv_transfer_config.kv_connector_extra_config
-        assert extra == {"kvstore": "10.0.0.1:9"}
+        settings = StoreSettings.of(extra)
+        assert (settings.redis, settings.heartbeat_s) == (redis_url, 0.05)
+        assert not settings.write_through  # prefill has stored what decode takes
         record = (await registry.members(WorkerRecord)).records["w"]
         assert (record.role, record.address, record.model) == ("decode", worker.address, "tiny")
         assert record.admin_address == f"127.0.0.1:{worker.config.admin_port}"

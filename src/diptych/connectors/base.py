@@ -35,6 +35,11 @@ class RequestView(Protocol):
     @property
     def num_computed_tokens(self) -> int: ...
     @property
+    def tenant(self) -> str:
+        """Whose quota in the store is charged; empty: nobody's."""
+        ...
+
+    @property
     def kv_transfer_params(self) -> KVTransferParams | None: ...
 
     def prefix_hash(self, num_tokens: int) -> bytes:
@@ -74,37 +79,74 @@ class KVConnectorMetadata:
 
 
 @dataclass(slots=True)
+class TransferRates:
+    """What was measured: bytes loaded and prompt tokens computed, with the seconds they took."""
+
+    loaded_bytes: int = 0
+    load_s: float = 0.0
+    computed_tokens: int = 0
+    compute_s: float = 0.0
+
+    def loaded(self, num_bytes: int, seconds: float) -> None:
+        self.loaded_bytes += num_bytes
+        self.load_s += seconds
+
+    def computed(self, num_tokens: int, seconds: float) -> None:
+        self.computed_tokens += num_tokens
+        self.compute_s += seconds
+
+
+@dataclass(slots=True)
 class KVConnectorOutput:
     """What the worker half finished since it was last asked.
 
     A load that failed is in `finished_recving` and in `failed_recving`, which gives the number of
     tokens from position 0 that are valid all the same. A save that failed is in `finished_sending`
-    without an entry in `commits` that covers the prompt.
+    without an entry in `commits` that covers the prompt. `num_dropped_saves` counts objects that
+    found no room on their way out.
     """
 
     finished_sending: set[str] = field(default_factory=set)
     finished_recving: set[str] = field(default_factory=set)
     failed_recving: dict[str, int] = field(default_factory=dict)
     commits: dict[str, KVCommit] = field(default_factory=dict)
+    num_dropped_saves: int = 0
+    rates: TransferRates | None = None
 
     @property
     def empty(self) -> bool:
-        return not (self.finished_sending or self.finished_recving or self.commits)
+        return not (
+            self.finished_sending
+            or self.finished_recving
+            or self.commits
+            or self.num_dropped_saves
+            or self.rates
+        )
 
 
 class KVConnectorScheduler(ABC):
     """The scheduler half. No method blocks or does I/O longer than a local look-up."""
 
+    def request_added(self, request: RequestView) -> None:
+        """The request waits from now on: what takes time to find may be looked up meanwhile."""
+        return
+
+    def request_preempted(self, request: RequestView) -> bool:
+        """The request lost its blocks; True if the connector may bring KV back that it had."""
+        return False
+
     @abstractmethod
     def get_num_new_matched_tokens(
         self, request: RequestView, num_computed_tokens: int
-    ) -> tuple[int, bool]:
+    ) -> tuple[int | None, bool]:
         """Tokens beyond `num_computed_tokens` that the connector can bring, without side effects.
 
         Returns:
             (tokens, asynchronous). Asynchronous loads park the request in WAITING_FOR_REMOTE_KVS
             until the worker half reports it; synchronous ones are done by `start_load_kv` before
-            the step's forward pass. (0, False) where there is nothing.
+            the step's forward pass. (0, False) where there is nothing. None in place of a number:
+            it is not known yet, ask again in the next step; the request waits without delaying
+            those behind it.
         """
 
     @abstractmethod
@@ -123,6 +165,14 @@ class KVConnectorScheduler(ABC):
     @abstractmethod
     def request_finished(self, request: RequestView, block_ids: list[int]) -> bool:
         """The request ended; True keeps its blocks until the worker half reports it sent."""
+
+    def update_connector_output(self, output: KVConnectorOutput) -> None:
+        """What the worker half finished and measured."""
+        return
+
+    def shutdown(self) -> None:
+        """Stop threads and drop connections. Idempotent."""
+        return
 
     def abort(self, request_id: str) -> None:
         """The request was aborted while a load or save is under way: give it up. Its blocks stay

@@ -3,23 +3,34 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Callable
 from typing import Any
 
 from diptych.config import EngineConfig, KVTransferConfig
 from diptych.connectors import shared_storage
 from diptych.connectors.base import KVConnectorScheduler, KVConnectorWorker, KVLayout
+from diptych.connectors.page_costs import LoadCosts
+from diptych.connectors.page_lookup import PrefixLookup
 from diptych.connectors.page_orders import PageStore
-from diptych.connectors.page_scheduler import PageConnectorScheduler
 from diptych.connectors.page_worker import PageConnectorWorker
+from diptych.connectors.pages import token_bytes
 from diptych.connectors.shared_storage import FileStore, SharedStorageScheduler
-from diptych.connectors.transfers import TransferLimits
+from diptych.connectors.store_scheduler import StoreScheduler
+from diptych.connectors.store_settings import StoreSettings
+from diptych.connectors.transfer_jobs import TransferLimits
 from diptych.errors import ConfigError
 
-# `connectors.store` is imported where it is used: it brings gRPC
+# what brings gRPC is imported where it is used: `connectors.store`, `store_cluster`
 STORE = "StoreConnector"
-_PLACES = {shared_storage.NAME: "shared_storage_path", STORE: "kvstore"}
+# A store evicts what was not used for longest; files may be gone whenever their user says so.
+_TRUST_STORE_S = 10.0
 _LIMITS = tuple(field.name for field in dataclasses.fields(TransferLimits))
+_STORE_FIELDS = tuple(field.name for field in dataclasses.fields(StoreSettings))
+_SETTINGS = {
+    shared_storage.NAME: {"shared_storage_path", *_LIMITS},
+    STORE: {*_STORE_FIELDS, *_LIMITS},
+}
 
 
 def make_scheduler_connector(
@@ -34,7 +45,7 @@ def make_scheduler_connector(
     if transfer is None:
         return None
     if transfer.kv_connector == STORE:
-        return PageConnectorScheduler(layout)
+        return _store_scheduler(layout, StoreSettings.of(transfer.kv_connector_extra_config))
     return SharedStorageScheduler(
         layout,
         FileStore(_place(transfer)),
@@ -52,44 +63,60 @@ def make_worker_connector(config: EngineConfig) -> KVConnectorWorker | None:
     transfer = _checked(config.kv_transfer_config)
     if transfer is None:
         return None
-    limits = _limits(transfer.kv_connector_extra_config)
+    limits = _limits(str(transfer.kv_connector), transfer.kv_connector_extra_config)
     return PageConnectorWorker(str(transfer.kv_connector), _opener(transfer, limits), limits)
 
 
 def _opener(transfer: KVTransferConfig, limits: TransferLimits) -> Callable[[], PageStore]:
-    place = _place(transfer)
     if transfer.kv_connector == STORE:
         from diptych.connectors.store import ServiceStore
-        from diptych.connectors.store_client import StoreClient
 
-        return lambda: ServiceStore(StoreClient(place, timeout_s=limits.transfer_timeout_s))
+        settings = StoreSettings.of(transfer.kv_connector_extra_config)
+        return lambda: ServiceStore(settings.open(timeout_s=limits.transfer_timeout_s))
+    place = _place(transfer)
     return lambda: FileStore(place)
+
+
+def _store_scheduler(layout: KVLayout, settings: StoreSettings) -> StoreScheduler:
+    costs = LoadCosts(token_bytes(layout), time.monotonic)
+    lookup = None
+    if settings.read_prefix:
+        timeout_s = settings.lookup_timeout_s
+        lookup = PrefixLookup(lambda: settings.open(timeout_s=timeout_s), time.monotonic, timeout_s)
+    return StoreScheduler(
+        layout,
+        lookup,
+        costs,
+        write_through=settings.write_through,
+        store_decoded=settings.store_decoded,
+    )
 
 
 def _checked(transfer: KVTransferConfig | None) -> KVTransferConfig | None:
     if transfer is None or transfer.kv_connector is None:
         return None
-    place = _PLACES.get(transfer.kv_connector)
-    if place is None:
+    known = _SETTINGS.get(transfer.kv_connector)
+    if known is None:
         raise ConfigError(
-            f"kv_connector must be one of {', '.join(_PLACES)}, not {transfer.kv_connector!r}"
+            f"kv_connector must be one of {', '.join(_SETTINGS)}, not {transfer.kv_connector!r}"
         )
-    unknown = sorted(set(transfer.kv_connector_extra_config) - {place, *_LIMITS})
+    unknown = sorted(set(transfer.kv_connector_extra_config) - known)
     if unknown:
         raise ConfigError(f"{transfer.kv_connector} has no setting {', '.join(unknown)}")
     return transfer
 
 
 def _place(transfer: KVTransferConfig) -> str:
-    name = _PLACES[str(transfer.kv_connector)]
+    name = "shared_storage_path"
     place = transfer.kv_connector_extra_config.get(name)
     if not isinstance(place, str) or not place:
         raise ConfigError(f"{transfer.kv_connector} needs kv_connector_extra_config[{name!r}]")
     return place
 
 
-def _limits(settings: dict[str, Any]) -> TransferLimits:
-    values = {name: settings[name] for name in _LIMITS if name in settings}
+def _limits(connector: str, settings: dict[str, Any]) -> TransferLimits:
+    defaults = {"trust_stored_s": _TRUST_STORE_S} if connector == STORE else {}
+    values = {**defaults, **{name: settings[name] for name in _LIMITS if name in settings}}
     for name, value in values.items():
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise ConfigError(f"{name} must be a number, not {value!r}")

@@ -17,16 +17,18 @@ from diptych.engine.request import KVObject
 
 
 @dataclass(slots=True)
-class _Tracked:
+class Tracked:
     """What is known of one live request."""
 
     num_local_tokens: int = 0
     found: list[KVObject] | None = None
+    found_by_commit: bool = True
     num_cached_tokens: int | None = None
     load_ordered: bool = False
     unsaved: list[PageObject] | None = None
     some_saved: bool = False
     sending: bool = False
+    num_stored_tokens: int = 0  # from position 0 on, known to be in the store or on their way
 
 
 @dataclass(slots=True)
@@ -47,13 +49,13 @@ class PageConnectorScheduler(KVConnectorScheduler):
 
     def __init__(self, layout: KVLayout) -> None:
         self._token_bytes = token_bytes(layout)
-        self._requests: dict[str, _Tracked] = {}
+        self._requests: dict[str, Tracked] = {}
         self._pending = _Pending()
 
     def get_num_new_matched_tokens(
         self, request: RequestView, num_computed_tokens: int
-    ) -> tuple[int, bool]:
-        tracked = self._requests.setdefault(request.request_id, _Tracked())
+    ) -> tuple[int | None, bool]:
+        tracked = self._track(request)
         if tracked.num_cached_tokens is None:
             tracked.num_cached_tokens = num_computed_tokens
         if tracked.load_ordered:
@@ -81,6 +83,7 @@ class PageConnectorScheduler(KVConnectorScheduler):
                 end_token=wanted.end,
                 objects=overlapping(tracked.found, wanted),
                 block_ids=list(block_ids),
+                checksums_known=tracked.found_by_commit,
             )
         )
         tracked.found = []
@@ -90,11 +93,16 @@ class PageConnectorScheduler(KVConnectorScheduler):
     ) -> PageMetadata:
         pending, self._pending = self._pending, _Pending()
         saves = []
+        num_tokens = 0
         for request, block_ids, num_computed in scheduled.values():
+            count = num_computed - request.num_computed_tokens
+            num_tokens += count if count > 1 else 0
             order = self._save_order(request, block_ids, num_computed)
             if order is not None:
                 saves.append(order)
-        return PageMetadata(loads=pending.loads, saves=saves, aborts=pending.aborts)
+        return PageMetadata(
+            loads=pending.loads, saves=saves, aborts=pending.aborts, num_tokens=num_tokens
+        )
 
     def request_finished(self, request: RequestView, block_ids: list[int]) -> bool:
         tracked = self._requests.pop(request.request_id, None)
@@ -107,6 +115,9 @@ class PageConnectorScheduler(KVConnectorScheduler):
     def abort(self, request_id: str) -> None:
         self._requests.pop(request_id, None)
         self._pending.aborts.append(request_id)
+
+    def _track(self, request: RequestView) -> Tracked:
+        return self._requests.setdefault(request.request_id, Tracked())
 
     def _find(self, request: RequestView, num_computed_tokens: int) -> list[KVObject]:
         """Objects to load from, from the one that holds `num_computed_tokens` on, without gaps."""
@@ -146,7 +157,7 @@ class PageConnectorScheduler(KVConnectorScheduler):
         """The objects that this step completes."""
         if not self._wants_save(request):
             return None
-        tracked = self._requests.setdefault(request.request_id, _Tracked())
+        tracked = self._track(request)
         params = request.kv_transfer_params
         hand_off = params is not None and params.do_remote_decode
         num_prompt = len(request.prompt_token_ids)
@@ -168,4 +179,6 @@ class PageConnectorScheduler(KVConnectorScheduler):
             block_ids=list(block_ids),
             last=last,
             hand_off=hand_off,
+            wait=not hand_off,
+            tenant=request.tenant,
         )

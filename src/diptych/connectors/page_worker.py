@@ -9,7 +9,6 @@ blocks stay quarantined.
 from __future__ import annotations
 
 import logging
-from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -24,8 +23,11 @@ from diptych.connectors.base import (
 )
 from diptych.connectors.page_copy import CacheCopier
 from diptych.connectors.page_orders import PageMetadata, PageStore, SaveOrder
-from diptych.connectors.pages import TokenRange
-from diptych.connectors.transfers import Load, Save, TransferLimits, Transfers
+from diptych.connectors.pages import PageObject, TokenRange
+from diptych.connectors.stored_objects import StoredObjects
+from diptych.connectors.transfer_jobs import Load, Save, TransferLimits
+from diptych.connectors.transfers import Transfers
+from diptych.engine.request import KVObject
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -68,6 +70,7 @@ class PageConnectorWorker(KVConnectorWorker):
         if not isinstance(metadata, PageMetadata):
             return
         cache, transfers = self._registered()
+        metadata.began_s = self._clock.monotonic()
         mark = cache.mark() if metadata.loads else None
         for order in metadata.loads:
             is_aborted = order.request_id in metadata.aborts
@@ -79,9 +82,12 @@ class PageConnectorWorker(KVConnectorWorker):
         if not isinstance(metadata, PageMetadata):
             return
         cache, transfers = self._registered()
+        if metadata.num_tokens:
+            seconds = self._clock.monotonic() - metadata.began_s
+            transfers.note_computed(metadata.num_tokens, seconds)
         saves = [self._stage(order, cache, transfers) for order in metadata.saves]
         for save in saves:
-            if not save.order.hand_off:
+            if save.order.wait:
                 save.done.wait(self._limits.transfer_timeout_s)
 
     def get_finished(self) -> KVConnectorOutput:
@@ -100,41 +106,60 @@ class PageConnectorWorker(KVConnectorWorker):
         return self._clock.monotonic() + self._limits.transfer_timeout_s
 
     def _stage(self, order: SaveOrder, cache: CacheCopier, transfers: Transfers) -> Save:
-        """Copy the order's objects out of the cache; those beyond the bound are not saved."""
+        """Copy the order's objects out of the cache, unless the store had them a moment ago; those
+        beyond the bound are not saved."""
         sending = transfers.sending(order.request_id)
         sending.closed = order.last
-        pages = _gather(order, self._num_that_fit(order, cache, transfers), cache)
-        if len(pages) < len(order.objects):
+        known = _known(order, cache, transfers.stored)
+        missing = [item for item in order.objects if item.key not in known]
+        pages = _gather(order, missing[: self._num_that_fit(missing, cache, transfers)], cache)
+        if len(pages) < len(missing):
+            transfers.note_dropped(len(missing) - len(pages))
             logger.warning(
                 "request %s: %d of %d KV objects are not saved, there is no room to stage them",
                 order.request_id,
-                len(order.objects) - len(pages),
+                len(missing) - len(pages),
                 len(order.objects),
             )
-        num_bytes = sum(page.nbytes for page in pages)
-        save = Save(order, pages, cache.mark(), self._deadline_s(), sending, num_bytes)
+        num_bytes = sum(page.nbytes for page in pages.values())
+        save = Save(order, pages, cache.mark(), self._deadline_s(), sending, num_bytes, known)
         transfers.save(save)
         return save
 
-    def _num_that_fit(self, order: SaveOrder, cache: CacheCopier, transfers: Transfers) -> int:
+    def _num_that_fit(
+        self, items: list[PageObject], cache: CacheCopier, transfers: Transfers
+    ) -> int:
         """Objects that may be staged now: all where nothing is, else up to the bound."""
         if transfers.num_queued_saves >= self._limits.max_queued_transfers:
             return 0
         staged = transfers.staged_bytes
         if not staged:
-            return len(order.objects)
-        first = order.objects[0].start_token
-        sizes = ((o.end_token - first) * cache.token_bytes for o in order.objects)
-        return sum(staged + size <= self._max_staged_bytes for size in sizes)
+            return len(items)
+        count = 0
+        for item in items:
+            staged += (item.end_token - item.start_token) * cache.token_bytes
+            if staged > self._max_staged_bytes:
+                break
+            count += 1
+        return count
 
 
-def _gather(order: SaveOrder, count: int, cache: CacheCopier) -> deque[Bytes]:
-    """The order's first objects; fewer where memory ends: that costs the save, not the step."""
-    pages: deque[Bytes] = deque()
+def _known(order: SaveOrder, cache: CacheCopier, stored: StoredObjects) -> dict[bytes, KVObject]:
+    known = {}
+    for item in order.objects:
+        found = stored.get(item, (item.end_token - item.start_token) * cache.token_bytes)
+        if found is not None:
+            known[item.key] = found
+    return known
+
+
+def _gather(order: SaveOrder, items: list[PageObject], cache: CacheCopier) -> dict[bytes, Bytes]:
+    """The objects' bytes; fewer where memory ends: that costs the save, not the step."""
+    pages: dict[bytes, Bytes] = {}
     try:
-        for item in order.objects[:count]:
+        for item in items:
             tokens = TokenRange(item.start_token, item.end_token)
-            pages.append(cache.gather(order.block_ids, tokens))
+            pages[item.key] = cache.gather(order.block_ids, tokens)
     except (torch.OutOfMemoryError, MemoryError):
         logger.warning("request %s: memory ended while its KV was staged", order.request_id)
     return pages

@@ -69,10 +69,12 @@ class FileStore:
         except OSError:
             return None
 
-    def put_many(self, items: Sequence[tuple[bytes, memoryview]]) -> list[int | None]:
+    def put_many(
+        self, items: Sequence[tuple[bytes, memoryview]], tenant: str = ""
+    ) -> list[int | None]:
         return [self._put(key, data) for key, data in items]
 
-    def get_many(self, items: Sequence[tuple[bytes, memoryview]]) -> list[bool]:
+    def get_many(self, items: Sequence[tuple[bytes, memoryview]]) -> list[int | None]:
         return [self._get(key, buffer) for key, buffer in items]
 
     def close(self) -> None:
@@ -98,7 +100,7 @@ class FileStore:
             return None
         return checksum
 
-    def _get(self, key: bytes, buffer: memoryview) -> bool:
+    def _get(self, key: bytes, buffer: memoryview) -> int | None:
         path = self.path(key)
         try:
             with open(path, "rb", buffering=0) as file:
@@ -107,12 +109,12 @@ class FileStore:
                 if info is not None and info.num_bytes == buffer.nbytes:
                     whole = file.readinto(buffer) == buffer.nbytes
                     if whole and xxhash.xxh3_64_intdigest(buffer) == info.checksum:
-                        return True
+                        return info.checksum
             logger.warning("%s is not valid and is removed", path)
             path.unlink(missing_ok=True)
         except OSError as error:
             logger.debug("%s cannot be read: %s", path, error)
-        return False
+        return None
 
 
 class SharedStorageScheduler(PageConnectorScheduler):

@@ -27,9 +27,9 @@ class ServiceStore:
     def __init__(self, client: Client) -> None:
         self._client = client
 
-    def put_many(self, items: Sequence[tuple[bytes, memoryview]]) -> list[int | None]:
+    def put_many(self, items: Sequence[tuple[bytes, memoryview]], tenant: str) -> list[int | None]:
         results = self._client.put_many(
-            [PutItem(key, data.nbytes, _writer(data)) for key, data in items]
+            [PutItem(key, data.nbytes, _writer(data)) for key, data in items], tenant=tenant
         )
         # an earlier writer's bytes may differ in the last bits: the commit carries their checksum
         known = (Outcome.OK, Outcome.EXISTS)
@@ -43,7 +43,7 @@ class ServiceStore:
                 checksums[i] = result.checksum if result.outcome is Outcome.OK else None
         return checksums
 
-    def get_many(self, items: Sequence[tuple[bytes, memoryview]]) -> list[bool]:
+    def get_many(self, items: Sequence[tuple[bytes, memoryview]]) -> list[int | None]:
         taken = [False] * len(items)
 
         def take(index: int, view: memoryview) -> None:
@@ -53,7 +53,10 @@ class ServiceStore:
                 taken[index] = True
 
         results = self._client.get_many([key for key, _ in items], take)
-        return [r.outcome is Outcome.OK and t for r, t in zip(results, taken, strict=True)]
+        return [
+            r.checksum if r.outcome is Outcome.OK and whole else None
+            for r, whole in zip(results, taken, strict=True)
+        ]
 
     def close(self) -> None:
         self._client.close()

@@ -11,98 +11,31 @@ import contextlib
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, TypeVar
+from collections.abc import Callable
+from typing import TypeVar
 
 import xxhash
 
 from diptych.clock import Clock
-from diptych.connectors.base import KVConnectorOutput
+from diptych.connectors.base import KVConnectorOutput, TransferRates
 from diptych.connectors.page_copy import CacheCopier
 from diptych.connectors.page_orders import LoadOrder, PageStore, SaveOrder
-from diptych.connectors.pages import PageObject, TokenRange
-from diptych.engine.request import KVCommit, KVObject
-from diptych.errors import ConfigError, DiptychError
-
-if TYPE_CHECKING:
-    from torch.cuda import Event
-
-    from diptych.connectors.page_copy import Bytes
+from diptych.connectors.pages import TokenRange
+from diptych.connectors.stored_objects import StoredObjects
+from diptych.connectors.transfer_jobs import (
+    Load,
+    Save,
+    Sending,
+    TransferLimits,
+    batches,
+    stored_object,
+)
+from diptych.engine.request import KVObject
+from diptych.errors import DiptychError
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-Tokens = TypeVar("Tokens", KVObject, PageObject)
-
-BATCH_OBJECTS = 64
-BATCH_BYTES = 64 << 20
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TransferLimits:
-    """Bounds of one engine's transfers.
-
-    `max_staged_bytes` bounds what waits to be stored, in the cache's own memory: beyond it only a
-    save that finds nothing waiting is staged whole. None takes 512 MiB, 4 GiB on a GPU.
-    """
-
-    transfer_timeout_s: float = 10.0
-    retry_s: float = 1.0
-    max_queued_transfers: int = 1024
-    max_staged_bytes: int | None = None
-
-    def __post_init__(self) -> None:
-        for name in ("transfer_timeout_s", "retry_s", "max_queued_transfers", "max_staged_bytes"):
-            value = getattr(self, name)
-            if value is not None and value <= 0:
-                raise ConfigError(f"{name} must be positive, not {value}")
-
-
-@dataclass(slots=True)
-class Load:
-    """A load under way: `valid` tokens from position 0 hold so far."""
-
-    order: LoadOrder
-    mark: Event | None
-    deadline_s: float
-    valid: int
-    aborted: bool = False
-
-
-@dataclass(slots=True)
-class Sending:
-    """What is stored of one request's prompt, in token order; None stands for what is not."""
-
-    objects: list[KVObject | None] = field(default_factory=list)
-    closed: bool = False
-    aborted: bool = False
-
-    def commit(self, order: SaveOrder, connector: str) -> KVCommit:
-        """What is stored without a gap from position 0; it may be nothing."""
-        objects = list(_until_none(self.objects))
-        return KVCommit(
-            epoch=order.epoch,
-            kv_namespace=order.kv_namespace,
-            num_tokens=objects[-1].end_token if objects else 0,
-            objects=objects,
-            connector=connector,
-            num_cached_tokens=order.num_cached_tokens,
-        )
-
-
-@dataclass(slots=True)
-class Save:
-    """One order's staged copies on their way; `num_bytes` are still staged."""
-
-    order: SaveOrder
-    pages: deque[Bytes]
-    mark: Event | None
-    deadline_s: float
-    sending: Sending
-    num_bytes: int
-    stored: list[KVObject | None] = field(default_factory=list)
-    done: threading.Event = field(default_factory=threading.Event)
 
 
 class Transfers:
@@ -128,6 +61,7 @@ class Transfers:
         self._sendings: dict[str, Sending] = {}
         self._staged_bytes = 0
         self._output = KVConnectorOutput()
+        self.stored = StoredObjects(clock.monotonic, limits.trust_stored_s)
         self._closing = False
         self._store: PageStore | None = None
         self._down_until_s = 0.0
@@ -175,6 +109,16 @@ class Transfers:
                 if not sending.closed:
                     del self._sendings[request_id]
 
+    def note_dropped(self, num_objects: int) -> None:
+        """Objects were not saved: there was no room to stage them."""
+        with self._wake:
+            self._output.num_dropped_saves += num_objects
+
+    def note_computed(self, num_tokens: int, seconds: float) -> None:
+        """A step computed so many prompt tokens in so long."""
+        with self._wake:
+            self._rates().computed(num_tokens, seconds)
+
     def take_output(self) -> KVConnectorOutput:
         """What was reported since the last call."""
         with self._wake:
@@ -187,6 +131,12 @@ class Transfers:
             self._closing = True
             self._wake.notify()
         self._thread.join(self._limits.transfer_timeout_s)
+
+    def _rates(self) -> TransferRates:
+        """Under the lock."""
+        if self._output.rates is None:
+            self._output.rates = TransferRates()
+        return self._output.rates
 
     # --- the transfer thread
 
@@ -230,13 +180,14 @@ class Transfers:
                 store.close()
 
     def _load(self, load: Load, store: PageStore) -> None:
-        for batch in _batches(load.order.objects, self._copier.token_bytes):
+        for batch in batches(load.order.objects, self._copier.token_bytes):
             if load.aborted or self._is_late(load.deadline_s):
                 return
+            began = self._clock.monotonic()
             buffers = self._copier.host_buffers([o.num_bytes for o in batch])
             read = store.get_many([(o.key, b.data) for o, b in zip(batch, buffers, strict=True)])
-            for item, buffer, arrived in zip(batch, buffers, read, strict=True):
-                if load.aborted or not arrived or not _verified(load.order, item, buffer.data):
+            for item, buffer, checksum in zip(batch, buffers, read, strict=True):
+                if load.aborted or not self._arrived(load.order, item, buffer.data, checksum):
                     return
                 wanted = TokenRange(
                     max(item.start_token, load.order.start_token),
@@ -245,6 +196,26 @@ class Transfers:
                 block_ids = load.order.block_ids
                 self._copier.scatter(buffer, item.start_token, block_ids, wanted, load.mark)
                 load.valid = wanted.end
+            with self._wake:
+                num_bytes = sum(item.num_bytes for item in batch)
+                self._rates().loaded(num_bytes, self._clock.monotonic() - began)
+
+    def _arrived(
+        self, order: LoadOrder, item: KVObject, data: memoryview, checksum: int | None
+    ) -> bool:
+        """Whether the object came whole and is the one that was meant."""
+        if checksum is None:
+            self.stored.forget(item.key)
+            return False
+        expected = item.checksum if order.checksums_known else checksum
+        if xxhash.xxh3_64_intdigest(data) != expected:
+            tokens = (item.start_token, item.end_token)
+            logger.warning(
+                "request %s: the checksum of tokens %d..%d differs", order.request_id, *tokens
+            )
+            return False
+        self.stored.note(item.key, expected, item.num_bytes)
+        return True
 
     def _report_load(self, load: Load) -> None:
         """Under the lock: no byte of the load can arrive any more."""
@@ -256,13 +227,17 @@ class Transfers:
             self._output.failed_recving[request_id] = load.valid
 
     def _save(self, save: Save, store: PageStore) -> None:
-        for batch in _batches(save.order.objects[: len(save.pages)], self._copier.token_bytes):
+        staged = [item for item in save.order.objects if item.key in save.pages]
+        for batch in batches(staged, self._copier.token_bytes):
             if save.sending.aborted or self._is_late(save.deadline_s):
                 return
-            data = self._copier.to_host([save.pages.popleft() for _ in batch], save.mark)
-            stored = store.put_many([(o.key, b) for o, b in zip(batch, data, strict=True)])
+            data = self._copier.to_host([save.pages.pop(o.key) for o in batch], save.mark)
+            items = [(o.key, b) for o, b in zip(batch, data, strict=True)]
+            stored = store.put_many(items, save.order.tenant)
             for item, bytes_, checksum in zip(batch, data, stored, strict=True):
-                save.stored.append(_stored_object(item, bytes_.nbytes, checksum))
+                if checksum is not None:
+                    save.stored[item.key] = stored_object(item, bytes_.nbytes, checksum)
+                    self.stored.note(item.key, checksum, bytes_.nbytes)
             self._unstage(save, sum(bytes_.nbytes for bytes_ in data))
 
     def _unstage(self, save: Save, num_bytes: int) -> None:
@@ -272,8 +247,7 @@ class Transfers:
 
     def _finish_save(self, save: Save) -> None:
         order, sending = save.order, save.sending
-        missing = len(order.objects) - len(save.stored)
-        sending.objects += [*save.stored, *[None] * missing]
+        sending.objects += save.objects()
         save.pages.clear()
         self._unstage(save, save.num_bytes)
         if order.last:
@@ -295,45 +269,3 @@ class Transfers:
             return False
         logger.warning("%s: a transfer passed its deadline", self._name)
         return True
-
-
-def _verified(order: LoadOrder, item: KVObject, data: memoryview) -> bool:
-    if xxhash.xxh3_64_intdigest(data) == item.checksum:
-        return True
-    tokens = (item.start_token, item.end_token)
-    logger.warning("request %s: the checksum of tokens %d..%d differs", order.request_id, *tokens)
-    return False
-
-
-def _stored_object(item: PageObject, num_bytes: int, checksum: int | None) -> KVObject | None:
-    if checksum is None:
-        return None
-    return KVObject(
-        key=item.key,
-        start_token=item.start_token,
-        end_token=item.end_token,
-        checksum=checksum,
-        num_bytes=num_bytes,
-    )
-
-
-def _batches(objects: Sequence[Tokens], token_bytes: int) -> Iterator[list[Tokens]]:
-    """Cut by number and by bytes; every batch has at least one object."""
-    batch: list[Tokens] = []
-    num_bytes = 0
-    for item in objects:
-        size = (item.end_token - item.start_token) * token_bytes
-        if batch and (len(batch) == BATCH_OBJECTS or num_bytes + size > BATCH_BYTES):
-            yield batch
-            batch, num_bytes = [], 0
-        batch.append(item)
-        num_bytes += size
-    if batch:
-        yield batch
-
-
-def _until_none(objects: Sequence[KVObject | None]) -> Iterator[KVObject]:
-    for item in objects:
-        if item is None:
-            return
-        yield item

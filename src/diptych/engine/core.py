@@ -151,6 +151,8 @@ class EngineCore:
             self.state = EngineState.CLOSED
             self._flight = None
             self._executor.shutdown()
+            if self._connector is not None:
+                self._connector.shutdown()
 
     def _advance(self) -> bool:
         """Begin the next step and settle the one in flight; whether either computed anything."""

@@ -56,11 +56,24 @@ class RemoteKV:
 
     # --- loads
 
-    def match(self, request: SchedulerRequest, num_computed_tokens: int) -> tuple[int, bool]:
-        """Tokens beyond the local hit that the connector can bring, and whether they take time."""
+    def note_added(self, request: SchedulerRequest) -> None:
+        """The request waits from now on."""
+        if self._connector is not None and not request.skip_reading_prefix_cache:
+            self._connector.request_added(request)
+
+    def note_preempted(self, request: SchedulerRequest) -> None:
+        """The request has lost its blocks: what it loads next is another load."""
+        if self._connector is not None and self._connector.request_preempted(request):
+            request.remote_kv_tried = False
+
+    def match(self, request: SchedulerRequest, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """Tokens beyond the local hit that the connector can bring, and whether they take time;
+        None where that is not known yet."""
         if self._connector is None or request.remote_kv_tried or request.skip_reading_prefix_cache:
             return 0, False
         tokens, is_async = self._connector.get_num_new_matched_tokens(request, num_computed_tokens)
+        if tokens is None:
+            return None, False
         tokens = min(tokens, request.num_tokens - num_computed_tokens)
         return (tokens, is_async) if tokens > 0 else (0, False)
 
@@ -73,7 +86,7 @@ class RemoteKV:
     def note_allocated(self, request: SchedulerRequest, num_external_tokens: int) -> None:
         """The request has its blocks; its computed tokens are those of the local hit.
 
-        A load is tried once: a request that is preempted later computes again.
+        A load is tried once, and once more after each preemption where the connector can.
         """
         request.num_local_tokens = request.num_computed_tokens
         request.num_external_tokens = num_external_tokens
@@ -117,6 +130,9 @@ class RemoteKV:
 
     def update(self, output: KVConnectorOutput) -> list[SchedulerRequest]:
         """Take what the worker half finished; returns requests whose load has ended."""
+        if self._connector is not None:
+            self._connector.update_connector_output(output)
+        self._counters.num_kv_save_drops += output.num_dropped_saves
         loaded = []
         for request_id in sorted(output.finished_recving):
             request = self.loading.pop(request_id, None)

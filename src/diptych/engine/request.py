@@ -77,6 +77,7 @@ class EngineCoreRequest(msgspec.Struct, frozen=True, kw_only=True):
     priority: int = 0
     arrival_time_s: float = 0.0
     cache_salt: str | None = None
+    tenant: str = ""
     kv_transfer_params: KVTransferParams | None = None
 
 
@@ -121,6 +122,7 @@ class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
     generation_tokens: int = 0
     num_kv_load_failures: int = 0
     num_kv_save_failures: int = 0
+    num_kv_save_drops: int = 0
 
     @property
     def kv_usage(self) -> float:

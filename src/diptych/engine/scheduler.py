@@ -96,6 +96,7 @@ class Scheduler:
             return
         self._requests[added.request_id] = added
         self._waiting.push(added)
+        self._remote.note_added(added)
 
     def abort_requests(self, request_ids: Iterable[str]) -> None:
         """End requests wherever they stand; ids that are not known are ignored."""
@@ -223,14 +224,27 @@ class Scheduler:
         request.status = RequestStatus.PREEMPTED
         self._counters.num_preemptions += 1
         self._waiting.push(request)
+        self._remote.note_preempted(request)
         return request
 
     def _schedule_waiting(self, step: SchedulerOutput, budget: int) -> None:
-        """Waiting requests in order, until one does not fit."""
+        """Waiting requests in order, until one does not fit. Those of whom it is not known yet what
+        can be loaded are passed over."""
+        unsettled: list[SchedulerRequest] = []
+        self._admit_waiting(step, budget, unsettled)
+        for request in unsettled:
+            self._waiting.push(request)
+
+    def _admit_waiting(
+        self, step: SchedulerOutput, budget: int, unsettled: list[SchedulerRequest]
+    ) -> None:
         while len(self._waiting) and self._num_placed < self.max_num_seqs:
             request = self._waiting.peek()
             computed = self._kv.get_computed_blocks(request)
             external, is_async = self._remote.match(request, computed.num_tokens)
+            if external is None:
+                unsettled.append(self._waiting.pop())
+                continue
             known = computed.num_tokens + external
             if not is_async and budget <= 0:
                 return

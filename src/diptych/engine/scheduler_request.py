@@ -57,6 +57,7 @@ class SchedulerRequest:
         self.sampling_params = request.sampling_params
         self.eos_token_ids = request.eos_token_ids
         self.priority = request.priority
+        self._tenant = request.tenant
         self.arrival = arrival
         self.all_token_ids = [*request.prompt_token_ids, *request.output_token_ids]
         self.status = RequestStatus.WAITING
@@ -79,6 +80,10 @@ class SchedulerRequest:
         # the hand-off's other side, or the attempt before this one, has sent them already
         wanted = request.sampling_params.prompt_logprobs is not None
         self._prompt_logprobs_due = wanted and not request.output_token_ids
+
+    @property
+    def tenant(self) -> str:
+        return self._tenant
 
     @property
     def kv_transfer_params(self) -> KVTransferParams | None:

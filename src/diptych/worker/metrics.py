@@ -28,6 +28,7 @@ COUNTERS = {
     "diptych:engine_steps": ("Steps run.", "num_steps"),
     "diptych:kv_load_failures": ("Loads of KV that failed.", "num_kv_load_failures"),
     "diptych:kv_save_failures": ("Saves of KV that failed.", "num_kv_save_failures"),
+    "diptych:kv_save_drops": ("KV objects not saved for want of room.", "num_kv_save_drops"),
 }
 SOURCES = {
     "local_compute": "prompt_tokens_local_compute",

@@ -47,6 +47,7 @@ def parse_submit(
         eos_token_ids=eos,
         priority=message.priority,
         cache_salt=message.cache_salt if message.HasField("cache_salt") else None,
+        tenant=message.tenant,
         kv_transfer_params=_transfer(message),
     )
 

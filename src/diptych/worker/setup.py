@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 from diptych.config import EngineConfig, KVTransferConfig, WorkerConfig
 from diptych.errors import ConfigError, UnavailableError
@@ -13,15 +14,19 @@ from diptych.registry import Registry, StoreRecord
 _STORE_ROLES = {"prefill": "kv_producer", "decode": "kv_consumer"}
 
 
-def needs_store(role: str, engine: EngineConfig) -> bool:
-    """Whether the role hands KV over and no connector was chosen by hand."""
-    return role in _STORE_ROLES and engine.kv_transfer_config is None
+def needs_store(role: str, engine: EngineConfig, worker: WorkerConfig) -> bool:
+    """Whether the worker uses the store and no connector was chosen by hand: those that hand KV
+    over do, an aggregated one where it is told of a store."""
+    if engine.kv_transfer_config is not None:
+        return False
+    return role in _STORE_ROLES or worker.kvstore is not None
 
 
-async def find_store(
+async def wait_for_store(
     config: WorkerConfig, registry: Registry | None, say: Callable[[str], None]
-) -> str:
-    """host:port of the KV store: the configured one, or the first that registers.
+) -> dict[str, Any]:
+    """Where the store is, as settings of the connector: the configured addresses, or the registry
+    once a node is in it.
 
     Waits as long as it takes; `say` is told what for.
 
@@ -29,7 +34,7 @@ async def find_store(
         ConfigError: neither a store nor a registry is configured.
     """
     if config.kvstore is not None:
-        return config.kvstore
+        return {"kvstore": config.kvstore}
     if registry is None:
         raise ConfigError("a split worker needs --kvstore or --redis", param="kvstore")
     while True:
@@ -39,16 +44,23 @@ async def find_store(
             say(error.message)
         else:
             if members.records:
-                return members.records[min(members.records)].address
+                return dataclasses.asdict(registry.config)
             say("no KV store is registered yet")
         await asyncio.sleep(registry.config.heartbeat_s)
 
 
-def with_store(engine: EngineConfig, role: str, store: str) -> EngineConfig:
+def with_store(
+    engine: EngineConfig, role: str, worker: WorkerConfig, place: dict[str, Any]
+) -> EngineConfig:
     """The engine's configuration with the store's connector."""
     transfer = KVTransferConfig(
         kv_connector="StoreConnector",
-        kv_role=_STORE_ROLES[role],
-        kv_connector_extra_config={"kvstore": store},
+        kv_role=_STORE_ROLES.get(role, "kv_both"),
+        kv_connector_extra_config={
+            **place,
+            "read_prefix": worker.read_store,
+            "write_through": role != "decode",
+            "store_decoded": worker.store_decoded and role != "prefill",
+        },
     )
     return dataclasses.replace(engine, kv_transfer_config=transfer)

@@ -1,0 +1,168 @@
+"""The scheduler half of the StoreConnector: hand-offs, and the store as a tier of the prefix cache.
+
+A request without a commit is looked up in the store when it arrives. The pages found are loaded or
+computed, whichever is predicted cheaper, while others compute; the pages that it computes go to the
+store in the background. A preempted request is looked up again: what it had may have been stored.
+"""
+
+from __future__ import annotations
+
+from diptych.connectors.base import KVConnectorOutput, KVLayout, RequestView
+from diptych.connectors.page_costs import LoadCosts
+from diptych.connectors.page_lookup import PrefixLookup
+from diptych.connectors.page_orders import SaveOrder
+from diptych.connectors.page_scheduler import PageConnectorScheduler
+from diptych.connectors.pages import PageObject
+from diptych.engine.request import KVObject
+from diptych.hashing import PAGE_TOKENS
+
+
+class StoreScheduler(PageConnectorScheduler):
+    """
+    Args:
+        lookup: None: prefixes are not read from the store.
+        write_through: store the pages of prompts that are not handed over, too.
+        store_decoded: store the pages of outputs, too, for the next turn of a conversation.
+    """
+
+    def __init__(
+        self,
+        layout: KVLayout,
+        lookup: PrefixLookup | None,
+        costs: LoadCosts,
+        *,
+        write_through: bool = True,
+        store_decoded: bool = False,
+    ) -> None:
+        super().__init__(layout)
+        self._lookup = lookup
+        self._costs = costs
+        self._write_through = write_through
+        self._store_decoded = store_decoded
+        self._loading: dict[str, int] = {}
+
+    def request_added(self, request: RequestView) -> None:
+        if not _has_commit(request):
+            self._start_lookup(request)
+
+    def request_preempted(self, request: RequestView) -> bool:
+        if self._lookup is None:
+            return False
+        tracked = self._track(request)
+        tracked.found, tracked.load_ordered = None, False
+        self._start_lookup(request)
+        return True
+
+    def get_num_new_matched_tokens(
+        self, request: RequestView, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        if self._lookup is not None and self._lookup.pending(request.request_id):
+            return None, False
+        found, is_async = super().get_num_new_matched_tokens(request, num_computed_tokens)
+        if not found or self._track(request).found_by_commit:
+            return found, is_async
+        if self._costs.should_load(found, sum(self._loading.values())):
+            return found, is_async
+        return 0, False
+
+    def update_state_after_alloc(
+        self, request: RequestView, block_ids: list[int], num_external_tokens: int
+    ) -> None:
+        super().update_state_after_alloc(request, block_ids, num_external_tokens)
+        if num_external_tokens:
+            self._loading[request.request_id] = num_external_tokens
+
+    def update_connector_output(self, output: KVConnectorOutput) -> None:
+        for request_id in output.finished_recving:
+            self._loading.pop(request_id, None)
+        if output.rates is not None:
+            self._costs.note(output.rates)
+
+    def request_finished(self, request: RequestView, block_ids: list[int]) -> bool:
+        self._forget(request.request_id)
+        return super().request_finished(request, block_ids)
+
+    def abort(self, request_id: str) -> None:
+        self._forget(request_id)
+        super().abort(request_id)
+
+    def shutdown(self) -> None:
+        if self._lookup is not None:
+            self._lookup.close()
+
+    def _start_lookup(self, request: RequestView) -> None:
+        if self._lookup is not None:
+            ends = range(PAGE_TOKENS, request.num_tokens + 1, PAGE_TOKENS)
+            self._lookup.start(request.request_id, [request.prefix_hash(end) for end in ends])
+
+    def _forget(self, request_id: str) -> None:
+        self._loading.pop(request_id, None)
+        if self._lookup is not None:
+            self._lookup.forget(request_id)
+
+    def _find(self, request: RequestView, num_computed_tokens: int) -> list[KVObject]:
+        """What the commit names, or the pages that were looked up, whichever reaches further."""
+        tracked = self._track(request)
+        named = super()._find(request, num_computed_tokens)
+        num_pages = self._lookup.found(request.request_id) if self._lookup is not None else 0
+        tracked.num_stored_tokens = max(tracked.num_stored_tokens, num_pages * PAGE_TOKENS)
+        named_end = named[-1].end_token if named else num_computed_tokens
+        tracked.found_by_commit = bool(named) and named_end >= num_pages * PAGE_TOKENS
+        if tracked.found_by_commit or num_pages * PAGE_TOKENS <= num_computed_tokens:
+            return named
+        first = num_computed_tokens // PAGE_TOKENS
+        return [self._page(request, number) for number in range(first, num_pages)]
+
+    def _page(self, request: RequestView, number: int) -> KVObject:
+        """A page, named by the request's own tokens; its checksum is the store's to tell."""
+        end = (number + 1) * PAGE_TOKENS
+        return KVObject(
+            key=request.prefix_hash(end),
+            start_token=end - PAGE_TOKENS,
+            end_token=end,
+            checksum=0,
+            num_bytes=PAGE_TOKENS * self._token_bytes,
+        )
+
+    def _save_order(
+        self, request: RequestView, block_ids: list[int], num_computed_tokens: int
+    ) -> SaveOrder | None:
+        if self._wants_save(request):
+            return super()._save_order(request, block_ids, num_computed_tokens)
+        if not (self._write_through or self._store_decoded):
+            return None
+        return self._write_through_order(request, block_ids, num_computed_tokens)
+
+    def _write_through_order(
+        self, request: RequestView, block_ids: list[int], num_computed_tokens: int
+    ) -> SaveOrder | None:
+        """The pages that this step completes and the store has not got; nobody waits for them."""
+        tracked = self._track(request)
+        num_prompt = len(request.prompt_token_ids)
+        first, end = 0, min(num_computed_tokens, request.num_tokens)
+        if not self._store_decoded:
+            end = min(end, num_prompt)
+        if _has_commit(request) or not self._write_through:
+            first = num_prompt // PAGE_TOKENS  # the pages before were stored by prefill
+        first = max(first, tracked.num_stored_tokens // PAGE_TOKENS)
+        pages = range(first, end // PAGE_TOKENS)
+        if not pages:
+            return None
+        tracked.num_stored_tokens = pages.stop * PAGE_TOKENS
+        ends = [(number + 1) * PAGE_TOKENS for number in pages]
+        return SaveOrder(
+            request_id=request.request_id,
+            epoch=0,
+            kv_namespace="",
+            num_cached_tokens=0,
+            objects=[PageObject(request.prefix_hash(e), e - PAGE_TOKENS, e) for e in ends],
+            block_ids=list(block_ids),
+            last=True,
+            hand_off=False,
+            tenant=request.tenant,
+        )
+
+
+def _has_commit(request: RequestView) -> bool:
+    params = request.kv_transfer_params
+    return params is not None and params.commit is not None

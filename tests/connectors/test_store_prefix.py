@@ -1,0 +1,314 @@
+"""The store as a tier of the prefix cache: looked up aside, loaded if cheaper, written behind."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from diptych.config import EngineConfig
+from diptych.connectors.base import TransferRates
+from diptych.connectors.page_costs import LoadCosts
+from diptych.connectors.page_lookup import PrefixLookup
+from diptych.connectors.page_worker import PageConnectorWorker
+from diptych.connectors.store import ServiceStore
+from diptych.connectors.store_scheduler import StoreScheduler
+from diptych.connectors.store_settings import StoreSettings
+from diptych.connectors.transfer_jobs import TransferLimits
+from diptych.engine.core import EngineCore
+from diptych.engine.executor import UniprocExecutor
+from diptych.engine.request import EngineCoreRequest, KVCommit, KVTransferParams
+from diptych.errors import TransferError
+from diptych.proto import kvstore_pb2 as pb
+from tests.engine.make_requests import make_request
+from tests.services.test_kvstore import Node, control, running_node
+from tests.tiny_models import make_tiny_model
+
+PROMPT = [(7 * i) % 250 for i in range(200)]  # three pages and eight tokens
+
+
+# --- the question
+
+
+class Answers:
+    """A store that answers when it may."""
+
+    def __init__(self, present: set[bytes], error: Exception | None = None) -> None:
+        self.may_answer = threading.Event()
+        self.present = present
+        self.error = error
+        self.calls = 0
+
+    def exists_many(self, keys: Sequence[bytes], timeout_s: float | None = None) -> list[bool]:
+        self.calls += 1
+        self.may_answer.wait(5)
+        if self.error is not None:
+            raise self.error
+        return [key in self.present for key in keys]
+
+    def close(self) -> None:
+        return
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def keys(*numbers: int) -> list[bytes]:
+    return [bytes([number]) * 32 for number in numbers]
+
+
+def test_what_is_found_ends_before_the_first_key_that_is_missing() -> None:
+    store = Answers(set(keys(1, 2, 4)))
+    lookup = PrefixLookup(lambda: store, time.monotonic, timeout_s=5.0)
+    lookup.start("a", keys(1, 2, 3, 4))
+    assert lookup.pending("a")
+    assert lookup.found("a") == 0
+    store.may_answer.set()
+    lookup.start("b", keys(9))
+    lookup.start("c", [])
+    until(lambda: not (lookup.pending("a") or lookup.pending("b")))
+    assert [lookup.found(name) for name in "abcd"] == [2, 0, 0, 0]
+    assert not lookup.pending("c")
+    lookup.close()
+
+
+def test_those_that_wait_are_asked_for_in_one_call() -> None:
+    store = Answers(set(keys(1)))
+    lookup = PrefixLookup(lambda: store, time.monotonic, timeout_s=5.0)
+    lookup.start("first", keys(1))
+    until(lambda: store.calls == 1)
+    for number in range(20):
+        lookup.start(str(number), keys(1))
+    store.may_answer.set()
+    until(lambda: not any(lookup.pending(str(number)) for number in range(20)))
+    assert store.calls == 2
+    assert lookup.found("19") == 1
+    lookup.close()
+
+
+def test_what_is_not_answered_in_time_is_nothing_found() -> None:
+    store = Answers(set(keys(1)))
+    lookup = PrefixLookup(lambda: store, time.monotonic, timeout_s=0.05)
+    lookup.start("a", keys(1))
+    until(lambda: not lookup.pending("a"))
+    assert lookup.found("a") == 0
+    store.may_answer.set()
+    lookup.close()
+
+
+def test_a_store_that_fails_has_nothing() -> None:
+    store = Answers(set(), TransferError("gone"))
+    store.may_answer.set()
+    lookup = PrefixLookup(lambda: store, time.monotonic, timeout_s=5.0)
+    lookup.start("a", keys(1))
+    until(lambda: not lookup.pending("a"))
+    assert lookup.found("a") == 0
+    lookup.close()
+
+
+# --- the choice
+
+
+def test_the_cheaper_way_is_taken_at_measured_rates() -> None:
+    now = [0.0]
+    costs = LoadCosts(1000, lambda: now[0])
+    assert costs.should_load(1)  # nothing is known: a load measures itself
+    costs.note(TransferRates(loaded_bytes=1_000_000, load_s=1.0, computed_tokens=100, compute_s=1))
+    assert costs.load_s(500) == pytest.approx(0.504)
+    assert costs.compute_s(500) == 5.0
+    assert costs.should_load(500)
+    # behind a long queue computing is sooner
+    assert not costs.should_load(500, num_queued=5000)
+    costs.note(TransferRates(computed_tokens=100_000, compute_s=1.0))
+    for _ in range(20):
+        costs.note(TransferRates(computed_tokens=100_000, compute_s=1.0))
+    assert not costs.should_load(500)
+    now[0] = 31.0  # what was slow then may be fast by now
+    assert costs.should_load(500)
+
+
+def test_steps_of_a_few_tokens_do_not_count_as_a_rate() -> None:
+    costs = LoadCosts(1000, lambda: 0.0)
+    costs.note(TransferRates(computed_tokens=3, compute_s=1.0))
+    assert costs.compute_s(10) is None
+
+
+# --- two engines and a node
+
+
+class AlwaysLoad(LoadCosts):
+    """A tiny model computes faster than any store."""
+
+    def should_load(self, num_tokens: int, num_queued: int = 0) -> bool:
+        return True
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def node() -> Iterator[Node]:
+    with running_node(pool_bytes=64 << 20) as node:
+        yield node
+
+
+MakeCore = Callable[..., EngineCore]
+
+
+@pytest.fixture
+def make_core(model: Path) -> Iterator[MakeCore]:
+    cores = []
+
+    def make(
+        node: Node | None, num_blocks: int = 80, lookup_timeout_s: float = 5.0, **flags: bool
+    ) -> EngineCore:
+        config = EngineConfig(
+            model=str(model), num_kv_blocks=num_blocks, max_model_len=400, num_threads=1
+        )
+        if node is None:
+            cores.append(EngineCore(config, UniprocExecutor(config)))
+            return cores[-1]
+        settings = StoreSettings(kvstore=node.address)
+        limits = TransferLimits(trust_stored_s=10.0, transfer_timeout_s=2.0)
+        worker = PageConnectorWorker(
+            "StoreConnector", lambda: ServiceStore(settings.open(timeout_s=2.0)), limits
+        )
+        executor = UniprocExecutor(config, worker)
+        layout = executor.kv_layout
+        lookup = PrefixLookup(
+            lambda: settings.open(timeout_s=2.0), time.monotonic, lookup_timeout_s
+        )
+        costs = AlwaysLoad(1, time.monotonic)
+        scheduler = StoreScheduler(layout, lookup, costs, **flags)
+        cores.append(EngineCore(config, executor, scheduler))
+        return cores[-1]
+
+    yield make
+    for core in cores:
+        core.close()
+
+
+def run(core: EngineCore, *requests: EngineCoreRequest) -> dict[str, list[int]]:
+    """Each request's output tokens."""
+    for request in requests:
+        core.add_request(request)
+    answers: dict[str, list[int]] = {request.request_id: [] for request in requests}
+    deadline = time.monotonic() + 60
+    while core.has_work:
+        assert time.monotonic() < deadline
+        outputs = core.step()
+        at = 0
+        for name, count in zip(
+            outputs.request_ids if outputs else [], outputs.token_counts if outputs else [],
+            strict=True,
+        ):  # fmt: skip
+            assert outputs is not None
+            answers[name] += outputs.token_ids[at : at + count]
+            at += count
+    return answers
+
+
+def num_stored(node: Node) -> int:
+    return int(control(node).GetStats(pb.GetStatsRequest()).num_objects)
+
+
+def test_a_prompt_that_another_engine_computed_is_loaded(node: Node, make_core: MakeCore) -> None:
+    first, second = make_core(node), make_core(node)
+    cold = run(first, make_request("a", PROMPT))
+    until(lambda: num_stored(node) == 3)
+    assert run(second, make_request("a", PROMPT)) == cold
+    assert second.stats.prompt_tokens_external_kv_transfer == 192
+    assert second.stats.prompt_tokens_local_compute == 8
+    # loaded just now: not sent again; the next one finds it in the engine itself
+    time.sleep(0.1)
+    assert control(node).GetStats(pb.GetStatsRequest()).puts_total == 3
+    assert run(second, make_request("b", [*PROMPT, 1]))["b"]
+    assert second.stats.prompt_tokens_external_kv_transfer == 192
+
+
+def test_a_hand_off_of_a_loaded_prompt_names_what_is_stored(
+    node: Node, make_core: MakeCore
+) -> None:
+    run(make_core(node), make_request("a", PROMPT))
+    until(lambda: num_stored(node) == 3)
+    prefill, decode, whole = make_core(node), make_core(node), make_core(None)
+    sent = make_request("a", PROMPT, transfer=KVTransferParams(do_remote_decode=True))
+    prefill.add_request(sent)
+    commit: KVCommit | None = None
+    tokens: list[int] = []
+    while prefill.has_work:
+        outputs = prefill.step()
+        if outputs is not None:
+            tokens += outputs.token_ids
+            commit = next(iter(outputs.commits.values()), commit)
+    assert prefill.stats.prompt_tokens_external_kv_transfer == 192
+    assert commit is not None
+    assert (commit.num_tokens, commit.num_cached_tokens) == (200, 192)
+    assert control(node).GetStats(pb.GetStatsRequest()).puts_total == 4  # the tail is new
+    params = KVTransferParams(commit=commit)
+    rest = run(decode, make_request("a", PROMPT, output=tokens, transfer=params))
+    assert decode.stats.prompt_tokens_external_kv_transfer == 200
+    assert [*tokens, *rest["a"]] == run(whole, make_request("a", PROMPT))["a"]
+
+
+def test_decoded_pages_are_found_by_the_next_turn(node: Node, make_core: MakeCore) -> None:
+    first = make_core(node, store_decoded=True)
+    answer = run(first, make_request("a", PROMPT, max_tokens=80))["a"]
+    until(lambda: num_stored(node) == 4)
+    turn = [*PROMPT, *answer, *range(20)]
+    second, whole = make_core(node), make_core(None)
+    assert run(second, make_request("b", turn)) == run(whole, make_request("b", turn))
+    assert second.stats.prompt_tokens_external_kv_transfer == 256
+
+
+def test_a_preempted_request_loads_back_what_it_had_stored(node: Node, make_core: MakeCore) -> None:
+    requests = [
+        make_request(name, [start, *PROMPT], max_tokens=60) for start, name in enumerate("abc", 1)
+    ]
+    whole = make_core(None, num_blocks=200)
+    crowded = make_core(node, num_blocks=42)
+    # so that nothing of it is left in the engine's own cache when it comes back
+    assert run(crowded, *requests) == run(whole, *requests)
+    assert crowded.stats.num_preemptions > 0
+    assert crowded.stats.prompt_tokens_external_kv_transfer > 0
+
+
+def test_a_store_that_hangs_delays_a_request_by_the_look_up_only(
+    node: Node, make_core: MakeCore
+) -> None:
+    core = make_core(node, lookup_timeout_s=0.1)
+    run(core, make_request("warm", [5, *PROMPT]))
+    node.process.send_signal(signal.SIGSTOP)
+    slowest = 0.0
+    core.add_request(make_request("a", PROMPT, max_tokens=2))
+    began = time.monotonic()
+    output: list[int] = []
+    while len(output) < 2:
+        step_began = time.monotonic()
+        outputs = core.step()
+        slowest = max(slowest, time.monotonic() - step_began)
+        output += outputs.token_ids if outputs is not None else []
+    # far below the 2 s after which a call to the store gives up
+    assert time.monotonic() - began < 1.5
+    assert slowest < 1.0
+    node.process.send_signal(signal.SIGCONT)
+
+
+def test_saves_beyond_the_bound_are_dropped_and_counted(node: Node, make_core: MakeCore) -> None:
+    core = make_core(node)
+    worker = core._executor._connector  # type: ignore[attr-defined]
+    worker._max_staged_bytes = 1
+    node.process.send_signal(signal.SIGSTOP)
+    run(core, make_request("a", PROMPT, max_tokens=1), make_request("b", [1, *PROMPT]))
+    node.process.send_signal(signal.SIGCONT)
+    assert core.stats.num_kv_save_drops >= 3
