@@ -115,6 +115,22 @@ def test_in_a_mixed_step_those_that_decode_take_the_kernel_of_decode_steps(
     assert calls == 2 * both + [("paged_decode_attention", 3)]
 
 
+def test_log_probabilities_of_many_rows_are_taken_in_parts(llama: Path, monkeypatch) -> None:
+    """With a row that wants none between those that want different numbers."""
+    answers = []
+    for size in (128, 2):
+        monkeypatch.setattr("diptych.engine.runner.LOGITS_CHUNK", size)
+        driver = RunnerDriver(llama)
+        for i in range(6):
+            count = None if i == 1 else i
+            driver.add(f"{i}", prompt_of(4, i), SamplingParams(temperature=0.0, logprobs=count))
+        answers.append(driver.step({f"{i}": 4 for i in range(6)}))
+    whole, parts = answers
+    assert parts.sampled_token_ids == whole.sampled_token_ids
+    assert parts.logprobs == whole.logprobs
+    assert list(parts.logprobs) == ["0", "2", "3", "4", "5"]
+
+
 def test_a_prompt_in_chunks_gives_what_it_gives_whole(model: Path, theirs: PreTrainedModel) -> None:
     driver = RunnerDriver(model)
     params = SamplingParams(temperature=0.0, logprobs=2, prompt_logprobs=0)

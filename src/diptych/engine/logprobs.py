@@ -9,9 +9,15 @@ from torch import Tensor
 
 from diptych.engine.request import TokenLogprobs
 
+# positions whose log probabilities exist at one time
+LOGITS_CHUNK = 128
+
 
 class TopLogprobs:
-    """Of `n` positions, on the host: the chosen token first, then the most likely in order."""
+    """Of `n` positions, on the host: the chosen token first, then the most likely in order.
+
+    `n` is at most `LOGITS_CHUNK`.
+    """
 
     def __init__(self, logits: Tensor, chosen: Tensor, most: int) -> None:
         """

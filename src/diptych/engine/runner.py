@@ -9,7 +9,7 @@ from torch import Tensor
 from diptych.connectors.base import KVConnectorMetadata, KVConnectorWorker, KVLayout
 from diptych.engine.captured_decode import CapturedDecode
 from diptych.engine.input_batch import InputBatch, StepRows
-from diptych.engine.logprobs import TopLogprobs
+from diptych.engine.logprobs import LOGITS_CHUNK, TopLogprobs
 from diptych.engine.pinned import TokenReader
 from diptych.engine.request import TokenLogprobs
 from diptych.engine.sampler import Sampler
@@ -18,9 +18,6 @@ from diptych.engine.step import SchedulerOutput
 from diptych.engine.submitted_step import SubmittedStep
 from diptych.models.layers import layer_views
 from diptych.models.llama import Decoder
-
-# positions whose logits exist at one time while prompt log probabilities are worked out
-_LOGITS_CHUNK = 128
 
 
 class ModelRunner:
@@ -116,10 +113,11 @@ class ModelRunner:
         submitted.expect(self._reader.begin(sampled), appended)
         widths = batch.sampling.logprobs[appended.rows]
         wanted = np.flatnonzero(widths != NO_LOGPROBS)
-        if len(wanted):
-            index, counts = self._put(wanted), widths[wanted].tolist()
+        for at in range(0, len(wanted), LOGITS_CHUNK):
+            places = wanted[at : at + LOGITS_CHUNK]
+            index, counts = self._put(places), widths[places].tolist()
             top = TopLogprobs(logits[index], sampled[index], max(counts))
-            for i, (place, count) in enumerate(zip(wanted.tolist(), counts, strict=True)):
+            for i, (place, count) in enumerate(zip(places.tolist(), counts, strict=True)):
                 submitted.output.logprobs[appended.request_ids[place]] = top.pack([i], count)
 
     def _prompt_logprobs(self, rows: StepRows, hidden: Tensor) -> dict[str, TokenLogprobs]:
@@ -140,9 +138,9 @@ class ModelRunner:
 
     def _logprobs_of(self, hidden: Tensor, targets: Tensor, most: int) -> TokenLogprobs:
         parts = []
-        for at in range(0, len(targets), _LOGITS_CHUNK):
-            chunk = targets[at : at + _LOGITS_CHUNK]
-            logits = self._model.logits(hidden[at : at + _LOGITS_CHUNK])
+        for at in range(0, len(targets), LOGITS_CHUNK):
+            chunk = targets[at : at + LOGITS_CHUNK]
+            logits = self._model.logits(hidden[at : at + LOGITS_CHUNK])
             parts.append(TopLogprobs(logits, chunk, most).pack(range(len(chunk)), most))
         return TokenLogprobs.joined(parts)
 

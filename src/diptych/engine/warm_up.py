@@ -11,6 +11,7 @@ from torch import Tensor
 from diptych.config import EngineConfig
 from diptych.connectors.base import KVLayout
 from diptych.engine.kv_cache import allocate
+from diptych.engine.logprobs import LOGITS_CHUNK, TopLogprobs
 from diptych.engine.sampler import Sampler
 from diptych.models.layers import ForwardBatch, ManyQueries, SingleQueries, layer_views
 from diptych.models.llama import Decoder
@@ -74,7 +75,9 @@ def peak_memory(
     cache = allocate(layout, device)
     torch.cuda.reset_peak_memory_stats(device)
     _run(model, sampler, cache, layout, Shape(most, 1, max_model_len), most)
-    _run(model, sampler, cache, layout, Shape(max(tokens // each, 1), each, each), most)
+    hidden = _run(model, sampler, cache, layout, Shape(max(tokens // each, 1), each, each), most)
+    positions = torch.zeros(LOGITS_CHUNK, dtype=torch.int64, device=device)
+    TopLogprobs(model.logits(hidden[positions]), positions, config.max_logprobs)
     torch.cuda.synchronize(device)
     peak = torch.cuda.max_memory_allocated(device)
     torch.cuda.empty_cache()
@@ -109,12 +112,13 @@ def _run(
     layout: KVLayout,
     shape: Shape,
     num_samples: int,
-) -> None:
-    """Block 0 stands for all blocks and nothing is written."""
+) -> Tensor:
+    """Block 0 stands for all blocks and nothing is written. Returns the hidden states."""
     device = kv_cache.device
     hidden = model.forward(_make_batch(layout, shape, device), layer_views(kv_cache))
     rows = torch.arange(num_samples, device=device) % len(hidden)
     _sample(sampler, model.logits(hidden[rows]))
+    return hidden
 
 
 def _make_batch(layout: KVLayout, shape: Shape, device: torch.device) -> ForwardBatch:
