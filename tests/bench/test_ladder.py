@@ -196,7 +196,10 @@ def test_peer_goal_and_floor_stand_beside_ours(capsys: pytest.CaptureFixture[str
     out = capsys.readouterr().out.splitlines()
     (line,) = [line for line in out if line.startswith("1 @ 1024")]
     assert line.split()[3:8] == ["4.400", "4.985", "4.450", "3.522", "1.25"]
-    assert out[-2:] == ["goals met: 2 of 4", "missed: start engine ready, decode 256 @ 1024"]
+    assert out[-2:] == [
+        "goals met: 2 of 4, beyond them: 0",
+        "missed: start engine ready, decode 256 @ 1024",
+    ]
     again = Ladder.from_json(json.loads(json.dumps(ladder.to_json())))
     assert again.decode == ladder.decode
     assert again.saturation() == ladder.saturation()

@@ -38,12 +38,9 @@ class Line:
             return None
         return self.floor / self.ours if self.more_is_better else self.ours / self.floor
 
-    @property
-    def meets_goal(self) -> bool | None:
-        if self.figure is None:
-            return None
-        goal = self.figure.goal
-        return self.ours >= goal if self.more_is_better else self.ours <= goal
+    def meets(self, wanted: float) -> bool:
+        """Whether ours is as good."""
+        return self.ours >= wanted if self.more_is_better else self.ours <= wanted
 
 
 # by kind: its name with the unit, and the names of the further columns

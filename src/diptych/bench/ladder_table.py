@@ -39,11 +39,11 @@ def show_end(ladder: Ladder) -> None:
     most = max((row.batch for row in ladder.decode), default=0)
     found = f"above {most}" if measured is None else f"{measured:.0f}"
     say(f"saturation batch {found}, predicted {ladder.roofline.saturation_batch:.0f}")
-    results = {f"{one.kind} {one.name}": one.meets_goal for one in lines(ladder)}
-    results = {name: met for name, met in results.items() if met is not None}
-    if results:
-        missed = [name for name, met in results.items() if not met]
-        say(f"goals met: {len(results) - len(missed)} of {len(results)}")
+    wanted = {f"{one.kind} {one.name}": (one, one.figure) for one in lines(ladder) if one.figure}
+    if wanted:
+        missed = [name for name, (one, figure) in wanted.items() if not one.meets(figure.goal)]
+        far = sum(one.meets(figure.stretch) for one, figure in wanted.values())
+        say(f"goals met: {len(wanted) - len(missed)} of {len(wanted)}, beyond them: {far}")
         if missed:
             say(textwrap.fill(f"missed: {', '.join(missed)}", 80))
 
@@ -52,7 +52,7 @@ def show_markdown(ladder: Ladder) -> None:
     """The table for a document."""
     say("| | ours | peer | goal | floor |\n|---|---|---|---|---|")
     for one in lines(ladder):
-        peer, goal = one.figure or (None, None)
+        peer, goal, _ = one.figure or (None, None, None)
         cells = (f"{v:,.{one.digits}f}" if v else "" for v in (one.ours, peer, goal, one.floor))
         say(f"| {HEADS[one.kind][0]}: {one.name} | {' | '.join(cells)} |")
 
@@ -75,7 +75,7 @@ def _say_head(kind: str) -> None:
 
 
 def _say_line(one: Line) -> None:
-    peer, goal = one.figure if one.figure is not None else (None, None)
+    peer, goal, _ = one.figure or (None, None, None)
     cells = " ".join(_cell(value, one.digits) for value in (one.ours, peer, goal, one.floor))
     say(f"{one.name:20} {cells} {_cell(one.times_floor, 2, 7)}{one.rest}")
 

@@ -105,7 +105,7 @@ def _say_peer(args: argparse.Namespace, device: str, figures: dict[str, Any]) ->
         ("output", "output_tokens_per_second", peer_vllm.OUTPUT_TOKENS_PER_S),
     ):
         if key in table:
-            peer, goal = table[key]
+            peer, goal, _ = table[key]
             say(f"{peer_vllm.NAME}: {peer:.0f} {name} tok/s, ours {figures[kind] / peer:.2f} x")
             say(f"goal {goal:.0f} {name} tok/s: {'met' if figures[kind] >= goal else 'missed'}")
 
