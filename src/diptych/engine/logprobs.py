@@ -14,9 +14,8 @@ LOGITS_CHUNK = 128
 
 
 class TopLogprobs:
-    """Of `n` positions, on the host: the chosen token first, then the most likely in order.
-
-    `n` is at most `LOGITS_CHUNK`.
+    """Of `n` positions, `LOGITS_CHUNK` at most: the chosen token first, then the most likely in
+    order. They are on their way to the host, and waited for by who packs them.
     """
 
     def __init__(self, logits: Tensor, chosen: Tensor, most: int) -> None:
@@ -28,20 +27,32 @@ class TopLogprobs:
         """
         logprobs = torch.log_softmax(logits, dim=-1, dtype=torch.float32)
         of_chosen = logprobs.gather(1, chosen[:, None])
-        # the argmax has rank 1, ties or not
-        ranks = (logprobs > of_chosen).sum(-1) + 1
         top = logprobs.topk(most, dim=-1)
-        self._ids = torch.cat((chosen[:, None], top.indices), dim=1).tolist()
-        self._logprobs = torch.cat((of_chosen, top.values), dim=1).tolist()
-        self._ranks: list[int] = ranks.tolist()
+        self._ids = _begin_read(torch.cat((chosen[:, None], top.indices), dim=1))
+        self._logprobs = _begin_read(torch.cat((of_chosen, top.values), dim=1))
+        # the argmax has rank 1, ties or not
+        self._ranks = _begin_read((logprobs > of_chosen).sum(-1) + 1)
+        self._read: torch.cuda.Event | None = None
+        if logits.device.type == "cuda":
+            self._read = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._read.record()
 
     def pack(self, positions: Sequence[int], most: int) -> TokenLogprobs:
         """Those of `positions`, with `most` likeliest each."""
-        token_ids: list[int] = []
-        logprobs: list[float] = []
-        ranks: list[int] = []
-        for position in positions:
-            token_ids += self._ids[position][: most + 1]
-            logprobs += self._logprobs[position][: most + 1]
-            ranks.append(self._ranks[position])
-        return TokenLogprobs(width=most + 1, token_ids=token_ids, logprobs=logprobs, ranks=ranks)
+        if self._read is not None:
+            self._read.synchronize()
+        index, width = torch.tensor(positions), most + 1
+        return TokenLogprobs(
+            width=width,
+            token_ids=self._ids[index, :width].flatten().tolist(),
+            logprobs=self._logprobs[index, :width].flatten().tolist(),
+            ranks=self._ranks[index].tolist(),
+        )
+
+
+def _begin_read(values: Tensor) -> Tensor:
+    """A copy on the host that is there once the device has come so far."""
+    if values.device.type != "cuda":
+        return values
+    host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+    return host.copy_(values, non_blocking=True)

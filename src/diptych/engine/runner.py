@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -54,7 +57,7 @@ class ModelRunner:
     def submit_step(self, step: SchedulerOutput) -> SubmittedStep:
         """Enqueue one step; without tokens it only serves the connector.
 
-        On a GPU nothing is waited for, but by log probabilities.
+        On a GPU nothing is waited for.
         """
         submitted = SubmittedStep(self._batch, self._connector, step.kv_connector_metadata)
         self._batch.apply(step)
@@ -74,7 +77,7 @@ class ModelRunner:
             batch.forward_batch(rows, whole=whole), self._kv_views, self._connector
         )
         if whole:
-            submitted.output.prompt_logprobs = self._prompt_logprobs(rows, hidden)
+            self._prompt_logprobs(rows, hidden, submitted)
             hidden = hidden[self._put(rows.starts[rows.samples + 1] - 1)]
         if not len(rows.samples):
             submitted.expect(self._reader.begin(batch.last_tokens[:0]))
@@ -102,7 +105,7 @@ class ModelRunner:
     def _take(
         self, rows: StepRows, logits: Tensor, sampled: Tensor, submitted: SubmittedStep
     ) -> None:
-        """Begin to read a step's tokens, and take the log probabilities that are wanted.
+        """Begin to read a step's tokens, and the log probabilities that are wanted.
 
         Args:
             logits: `[R, V]`, as the model gave them.
@@ -118,11 +121,11 @@ class ModelRunner:
             index, counts = self._put(places), widths[places].tolist()
             top = TopLogprobs(logits[index], sampled[index], max(counts))
             for i, (place, count) in enumerate(zip(places.tolist(), counts, strict=True)):
-                submitted.output.logprobs[appended.request_ids[place]] = top.pack([i], count)
+                name = appended.request_ids[place]
+                submitted.expect_logprobs(name, partial(top.pack, [i], count))
 
-    def _prompt_logprobs(self, rows: StepRows, hidden: Tensor) -> dict[str, TokenLogprobs]:
+    def _prompt_logprobs(self, rows: StepRows, hidden: Tensor, submitted: SubmittedStep) -> None:
         """Of the prompt tokens that follow the positions computed, for those who asked."""
-        found: dict[str, TokenLogprobs] = {}
         counts = self._batch.sampling.prompt_logprobs[rows.rows]
         for i in np.flatnonzero(counts != NO_LOGPROBS).tolist():
             row, first = rows.rows[i], int(rows.first[i])
@@ -131,18 +134,21 @@ class ModelRunner:
                 continue
             start = int(rows.starts[i])
             targets = self._batch.token_ids[row, first + 1 : end + 1].astype(np.int64)
-            found[rows.request_ids[i]] = self._logprobs_of(
+            of_prompt = self._logprobs_of(
                 hidden[start : start + end - first], self._put(targets), int(counts[i])
             )
-        return found
+            submitted.expect_prompt_logprobs(rows.request_ids[i], of_prompt)
 
-    def _logprobs_of(self, hidden: Tensor, targets: Tensor, most: int) -> TokenLogprobs:
+    def _logprobs_of(
+        self, hidden: Tensor, targets: Tensor, most: int
+    ) -> Callable[[], TokenLogprobs]:
         parts = []
         for at in range(0, len(targets), LOGITS_CHUNK):
             chunk = targets[at : at + LOGITS_CHUNK]
             logits = self._model.logits(hidden[at : at + LOGITS_CHUNK])
-            parts.append(TopLogprobs(logits, chunk, most).pack(range(len(chunk)), most))
-        return TokenLogprobs.joined(parts)
+            top = TopLogprobs(logits, chunk, most)
+            parts.append(partial(top.pack, range(len(chunk)), most))
+        return lambda: TokenLogprobs.joined([pack() for pack in parts])
 
     def _start_loads(self, metadata: KVConnectorMetadata | None) -> None:
         if self._connector is not None and metadata is not None:

@@ -75,7 +75,7 @@ class SchedulerRequest:
         self._transfer = request.kv_transfer_params
         self._least_tokens, self._most_tokens = _length_limits(request, max_model_len)
         self._chain = HashChain(root_hash(namespace, request.cache_salt))
-        self._must_see_tokens = self.is_handoff or _samples_by_history(request.sampling_params)
+        self._is_handoff = self.is_handoff
         self._prompt_logprobs: list[TokenLogprobs] = []
         # the hand-off's other side, or the attempt before this one, has sent them already
         wanted = request.sampling_params.prompt_logprobs is not None
@@ -112,10 +112,9 @@ class SchedulerRequest:
     def needs_results(self) -> bool:
         """Whether its next step cannot be planned before those in flight have ended.
 
-        Its sampler looks at the tokens before, its log probabilities are read, its KV goes
-        elsewhere, or a load that the step in flight relies on may have failed.
+        Its KV goes elsewhere, or a load that the step in flight relies on may have failed.
         """
-        if self._must_see_tokens and self.num_placeholders:
+        if self._is_handoff and self.num_placeholders:
             return True
         return bool(self.num_external_tokens and self.num_in_flight_tokens)
 
@@ -233,16 +232,3 @@ def _length_limits(request: EngineCoreRequest, max_model_len: int) -> tuple[int,
     if params.max_tokens is None:
         return least, max_model_len
     return least, min(prompt + params.max_tokens, max_model_len)
-
-
-def _samples_by_history(params: SamplingParams) -> bool:
-    """Whether the host must know a token before the next is sampled, or reads more than tokens."""
-    return bool(
-        params.presence_penalty
-        or params.frequency_penalty
-        or params.repetition_penalty != 1.0
-        or params.bad_words
-        or params.bad_words_token_ids
-        or params.logprobs is not None
-        or params.prompt_logprobs is not None
-    )

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from diptych.connectors.base import KVConnectorMetadata, KVConnectorWorker
 from diptych.engine.input_batch import Appended, InputBatch
 from diptych.engine.pinned import TokenRead
+from diptych.engine.request import TokenLogprobs
 from diptych.engine.step import ModelRunnerOutput
 
 
@@ -24,6 +27,8 @@ class SubmittedStep:
         self._metadata = metadata
         self._read: TokenRead | None = None
         self._appended: Appended | None = None
+        self._logprobs: dict[str, Callable[[], TokenLogprobs]] = {}
+        self._prompt_logprobs: dict[str, Callable[[], TokenLogprobs]] = {}
         self.output = ModelRunnerOutput()
 
     def expect(self, read: TokenRead, appended: Appended | None = None) -> None:
@@ -32,6 +37,14 @@ class SubmittedStep:
         A step that samples none reads none, and so is waited for all the same.
         """
         self._read, self._appended = read, appended
+
+    def expect_logprobs(self, request_id: str, read: Callable[[], TokenLogprobs]) -> None:
+        """Log probabilities of the token sampled come as well."""
+        self._logprobs[request_id] = read
+
+    def expect_prompt_logprobs(self, request_id: str, read: Callable[[], TokenLogprobs]) -> None:
+        """Log probabilities of prompt tokens come as well."""
+        self._prompt_logprobs[request_id] = read
 
     @torch.inference_mode()
     def result(self) -> ModelRunnerOutput:
@@ -44,6 +57,8 @@ class SubmittedStep:
                 self.output.sampled_token_ids = dict(
                     zip(self._appended.request_ids, chosen, strict=True)
                 )
+        self.output.logprobs = {name: read() for name, read in self._logprobs.items()}
+        self.output.prompt_logprobs = {name: read() for name, read in self._prompt_logprobs.items()}
         if self._connector is not None:
             self._finish_transfers(self._connector)
         return self.output
