@@ -6,7 +6,6 @@ import functools
 from dataclasses import dataclass, replace
 
 import torch
-import triton
 from torch import Tensor
 
 MOST_ROWS = 128
@@ -85,7 +84,7 @@ def stream_tiles(
     num_rows: int, width: int, size: int, parts: bool = False, gated: bool = False
 ) -> StreamTiles:
     """Tiles for `[num_rows, size] @ [width, size].T`; in parts of `size` only if `parts`."""
-    rows = max(8, triton.next_power_of_2(num_rows))
+    rows = max(8, 1 << (num_rows - 1).bit_length())
     if gated:
         return _GATED[rows]
     if width >= _WIDE and rows in _HEAD:

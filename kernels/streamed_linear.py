@@ -7,8 +7,9 @@ before the one before it has ended, and then fills its buffers with weights whil
 
 from __future__ import annotations
 
+import functools
+
 import torch
-import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -198,8 +199,9 @@ def streamed_linear(
     if out is None:
         dtype = torch.float32 if splits > 1 else x.dtype
         out = torch.empty(shape, dtype=dtype, device=x.device)
-    blocks = triton.cdiv(size, tiles.columns)
-    grid = (triton.cdiv(width, tiles.weight_rows), splits)
+    # plain arithmetic: a step has many launches
+    blocks = -(-size // tiles.columns)
+    grid = (-(-width // tiles.weight_rows), splits)
     _streamed_linear_kernel[grid](
         _described(weight, tiles.weight_rows, tiles.columns),
         _described(x, tiles.rows, tiles.columns),
@@ -211,7 +213,7 @@ def streamed_linear(
         num_rows,
         width,
         size,
-        triton.cdiv(blocks, splits),
+        -(-blocks // splits),
         BM=tiles.rows,
         BN=tiles.weight_rows,
         BK=tiles.columns,
@@ -226,7 +228,11 @@ def streamed_linear(
 
 
 def _described(tensor: Tensor, rows: int, columns: int) -> TensorDescriptor:
-    block = [rows, columns]
-    dtype = gl.bfloat16 if tensor.dtype == torch.bfloat16 else gl.float8e4nv
-    layout = gl.NVMMASharedLayout.get_default_for(block, dtype)
-    return TensorDescriptor.from_tensor(tensor, block, layout)
+    layout = _layout(rows, columns, tensor.dtype)
+    return TensorDescriptor(tensor, tensor.shape, tensor.stride(), [rows, columns], layout)
+
+
+@functools.cache
+def _layout(rows: int, columns: int, dtype: torch.dtype) -> gl.NVMMASharedLayout:
+    element = gl.bfloat16 if dtype == torch.bfloat16 else gl.float8e4nv
+    return gl.NVMMASharedLayout.get_default_for([rows, columns], element)
