@@ -22,6 +22,7 @@ _BENCHES = (
     "kernels",
     "quality",
     "kvstore",
+    "transport",
     "up",
 )
 

@@ -41,14 +41,14 @@ _COMMON_OPTIONS: list[tuple[str, int]] = [
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
 ]
-_SERVER_OPTIONS = [
+SERVER_OPTIONS = [
     *_COMMON_OPTIONS,
     # a second process on the same port must fail, not share the traffic
     ("grpc.so_reuseport", 0),
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
     ("grpc.http2.max_ping_strikes", 0),
 ]
-_CHANNEL_OPTIONS = [
+CHANNEL_OPTIONS = [
     *_COMMON_OPTIONS,
     ("grpc.use_local_subchannel_pool", 1),
     ("grpc.enable_http_proxy", 0),
@@ -100,7 +100,7 @@ class RpcServer:
         Raises:
             ConfigError: the address cannot be bound; the message names the port.
         """
-        server = grpc.aio.server(interceptors=[ErrorInterceptor()], options=_SERVER_OPTIONS)
+        server = grpc.aio.server(interceptors=[ErrorInterceptor()], options=SERVER_OPTIONS)
         self.port = _bind(server, self.host, self.port)
         self._server = server
 
@@ -238,7 +238,7 @@ def log_unforeseen(what: str, error: Exception) -> None:
 
 def open_channel(address: str) -> Any:
     """An insecure grpc.aio channel to `host:port` with a connection of its own."""
-    return grpc.aio.insecure_channel(address, options=_CHANNEL_OPTIONS)
+    return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
 
 
 _BY_STATUS: dict[grpc.StatusCode, type[DiptychError]] = {

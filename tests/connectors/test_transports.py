@@ -2,11 +2,14 @@
 
 import contextlib
 import importlib.util
+import shutil
 import signal
 import socket
+import subprocess
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -19,10 +22,11 @@ from diptych.connectors.transports.base import (
     Runs,
     Transport,
 )
+from diptych.connectors.transports.grpc_bytes import GrpcTransport
 from diptych.connectors.transports.nixl import NixlTransport, check_ucx_tls
 from diptych.connectors.transports.shm import ShmTransport
 from diptych.connectors.transports.tcp import TcpTransport
-from diptych.connectors.transports.tcp_wire import HELLO_BYTES, WELCOME
+from diptych.connectors.transports.tcp_wire import HELLO_BYTES, WELCOME, TlsFiles
 from diptych.errors import ConfigError, TransferError
 from tests.connectors.transport_pair import (
     MIB,
@@ -46,10 +50,12 @@ NIXL = pytest.param(
 def make(name: str) -> Transport:
     if name == "tcp":
         return TcpTransport(stall_s=1.0)
+    if name == "grpc":
+        return GrpcTransport()
     return ShmTransport() if name == "shm" else NixlTransport()
 
 
-@pytest.fixture(params=[NIXL, "shm", "tcp"])
+@pytest.fixture(params=[NIXL, "shm", "tcp", "grpc"])
 def name(request: pytest.FixtureRequest) -> str:
     return request.param
 
@@ -57,7 +63,7 @@ def name(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(scope="module")
 def sources() -> Iterator[dict[str, Source]]:
     """One source that lives through the module and serves every transport."""
-    names = ["shm", "tcp"] if WITHOUT_NIXL else ["nixl", "shm", "tcp"]
+    names = ["shm", "tcp", "grpc"] if WITHOUT_NIXL else ["nixl", "shm", "tcp", "grpc"]
     with running_source("lasting", POOL, *names) as source:
         yield dict.fromkeys(names, source)
         assert source.alive(), "no reader may hurt it"
@@ -207,7 +213,7 @@ def test_a_disconnected_peer_is_let_go(
     assert reader.wait(reader.read(again, Runs.of([(0, 0, MIB)]))) is ReadState.DONE
 
 
-@pytest.mark.parametrize("name", ["shm", "tcp"])
+@pytest.mark.parametrize("name", ["shm", "tcp", "grpc"])
 def test_a_wrong_token_opens_nothing(reader: Reader, name: str, sources: dict[str, Source]) -> None:
     endpoint = sources[name].endpoint
     offers = [msgspec.structs.replace(offer, token=bytes(32)) for offer in endpoint.offers]
@@ -343,6 +349,91 @@ def test_rubbish_does_not_hurt_a_source(sources: dict[str, Source]) -> None:
     peer = reader.transport.connect(sources["tcp"].endpoint)
     assert reader.wait(reader.read(peer, Runs.of([(0, 0, MIB)]))) is ReadState.DONE
     reader.close()
+
+
+# --- TLS
+
+
+def make_certificates(folder: Path) -> None:
+    """An authority, and one certificate of it for both sides."""
+    if shutil.which("openssl") is None:
+        pytest.skip("openssl is not installed, so there are no certificates")
+
+    def openssl(*arguments: str) -> None:
+        command = ["openssl", *arguments]
+        subprocess.run(command, cwd=folder, check=True, capture_output=True, timeout=60)
+
+    new = ["req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
+    openssl(*new, "-keyout", "ca.key", "-out", "authority.pem", "-subj", "/CN=ca", "-days", "2")
+    signed = ["-CA", "authority.pem", "-CAkey", "ca.key", "-addext", "subjectAltName=IP:127.0.0.1"]
+    out = ["-keyout", "key.pem", "-out", "certificate.pem", "-subj", "/CN=worker", "-days", "2"]
+    openssl(*new, *signed, *out)
+
+
+def files_of(folder: Path) -> TlsFiles:
+    names = ("certificate", "key", "authority")
+    return TlsFiles(**{name: folder / f"{name}.pem" for name in names})
+
+
+@pytest.fixture(scope="module")
+def tls(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Source, Path, Path]]:
+    """A source with TLS, the folder of its certificates, and one of another authority's."""
+    ours, others = tmp_path_factory.mktemp("ours"), tmp_path_factory.mktemp("others")
+    make_certificates(ours)
+    make_certificates(others)
+    with running_source("tls", POOL, "tcp", "grpc", SOURCE_TLS=str(ours)) as source:
+        yield source, ours, others
+
+
+@pytest.mark.parametrize("kind", [TcpTransport, GrpcTransport])
+def test_bytes_travel_inside_tls(
+    tls: tuple[Source, Path, Path], kind: type[TcpTransport | GrpcTransport]
+) -> None:
+    source, ours, _ = tls
+    reader = Reader(kind(tls=files_of(ours)), POOL)
+    runs = shuffled(POOL, 32 << 10)
+    assert reader.wait(reader.read(reader.transport.connect(source.endpoint), runs)) is (
+        ReadState.DONE
+    )
+    np.testing.assert_array_equal(reader.memory.array, expected(runs, POOL))
+    reader.close()
+
+
+@pytest.mark.parametrize("kind", [TcpTransport, GrpcTransport])
+def test_a_certificate_of_another_authority_opens_nothing(
+    tls: tuple[Source, Path, Path], kind: type[TcpTransport | GrpcTransport], tmp_path: Path
+) -> None:
+    source, ours, others = tls
+    # they trust the source, but cannot show a certificate that it trusts; and the other way round
+    files = {"certificate": others, "key": others, "authority": ours}
+    for swap in (files, {**dict.fromkeys(files, ours), "authority": others}):
+        paths = {name: folder / f"{name}.pem" for name, folder in swap.items()}
+        reader = Reader(kind(tls=TlsFiles(**paths)), POOL)
+        handle = reader.read(reader.transport.connect(source.endpoint), Runs.of([(0, 0, 8)]), 3)
+        assert reader.wait(handle) is ReadState.FAILED
+        assert (reader.memory.array == UNTOUCHED).all()
+        reader.close()
+
+
+@pytest.mark.parametrize("kind", [TcpTransport, GrpcTransport])
+def test_nothing_travels_in_the_clear_where_tls_is_on(
+    tls: tuple[Source, Path, Path],
+    sources: dict[str, Source],
+    kind: type[TcpTransport | GrpcTransport],
+) -> None:
+    source, ours, _ = tls
+    for transport, endpoint in (
+        (kind(), source.endpoint),
+        (kind(tls=files_of(ours)), sources["tcp"].endpoint),
+    ):
+        with pytest.raises(TransferError, match="one side transfers with TLS"):
+            transport.connect(endpoint)
+        transport.close()
+
+
+def test_missing_certificates_are_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="TLS files for transfers cannot be used"):
+        TcpTransport(tls=files_of(tmp_path))
 
 
 # --- NIXL

@@ -27,6 +27,7 @@ from diptych.connectors.transports.self_test import LANDING, PROBE, Probe
 from tests.connectors.transport_source import pattern
 
 SCRIPT = Path(__file__).with_name("transport_source.py")
+SOURCES = Path(__file__).resolve().parents[2] / "src"
 MIB = 1 << 20
 UNTOUCHED = 0xAA
 
@@ -34,21 +35,18 @@ UNTOUCHED = 0xAA
 class Source:
     """A process that serves `num_bytes` of `pattern`."""
 
-    def __init__(self, incarnation: str, num_bytes: int, *transports: str) -> None:
+    def __init__(
+        self, incarnation: str, num_bytes: int, *transports: str, **environment: str
+    ) -> None:
         self._process = subprocess.Popen(
             [sys.executable, str(SCRIPT), incarnation, str(num_bytes), *transports],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, self._paths()))},
+            env={**os.environ, "PYTHONPATH": str(SOURCES), **environment},
         )
         assert self._process.stdout is not None
         self.endpoint = Endpoint.decode(bytes.fromhex(self._process.stdout.readline()))
-
-    @staticmethod
-    def _paths() -> list[Path]:
-        root = Path(__file__).resolve().parents[2]
-        return [root / "src"]
 
     def write(self, offset: int, value: int) -> None:
         """Change one byte of its pool."""
@@ -90,8 +88,10 @@ class Source:
 
 
 @contextlib.contextmanager
-def running_source(incarnation: str, num_bytes: int, *transports: str) -> Iterator[Source]:
-    source = Source(incarnation, num_bytes, *transports)
+def running_source(
+    incarnation: str, num_bytes: int, *transports: str, **environment: str
+) -> Iterator[Source]:
+    source = Source(incarnation, num_bytes, *transports, **environment)
     try:
         yield source
     finally:

@@ -4,24 +4,19 @@ transport_source.py INCARNATION NUM_BYTES TRANSPORT...
 """
 
 import itertools
+import os
 import sys
 import time
+from pathlib import Path
 
 import numpy as np
 
-from diptych.connectors.transports.base import Endpoint, Runs, Transport
+from diptych.connectors.transports.base import Endpoint, Runs
+from diptych.connectors.transports.choose import TransportSettings, open_transports
 from diptych.connectors.transports.memory import HostMemory
-from diptych.connectors.transports.nixl import NixlTransport
 from diptych.connectors.transports.orders import ReadOrder
-from diptych.connectors.transports.shm import ShmTransport
-from diptych.connectors.transports.tcp import TcpTransport
+from diptych.connectors.transports.tcp_wire import TlsFiles
 from diptych.connectors.transports.thread import TransferThread
-
-MAKE: dict[str, type[Transport]] = {
-    "nixl": NixlTransport,
-    "shm": ShmTransport,
-    "tcp": TcpTransport,
-}
 
 
 def pattern(num_bytes: int) -> np.ndarray:
@@ -44,11 +39,21 @@ def read_for_ever(thread: TransferThread, endpoint: Endpoint) -> None:
             print("done", flush=True)
 
 
+def tls_files() -> TlsFiles | None:
+    """Certificates for the source, in a folder that the environment names."""
+    folder = os.environ.get("SOURCE_TLS")
+    if folder is None:
+        return None
+    files = {name: Path(folder, f"{name}.pem") for name in ("certificate", "key", "authority")}
+    return TlsFiles(**files)
+
+
 def main() -> None:
     incarnation, num_bytes, *names = sys.argv[1:]
     memory = HostMemory.shared(int(num_bytes))
     memory.array[:] = pattern(int(num_bytes))
-    thread = TransferThread([MAKE[name]() for name in names], memory, incarnation)
+    settings = TransportSettings(tls=tls_files())
+    thread = TransferThread(open_transports(names, settings), memory, incarnation)
     print(thread.start().encode().hex(), flush=True)
     for line in sys.stdin:
         if line.startswith("read "):

@@ -24,7 +24,7 @@ from diptych.connectors.transports.base import (
     Runs,
     Transport,
 )
-from diptych.connectors.transports.memory import fresh_memory
+from diptych.connectors.transports.memory import HostMemory, fresh_memory
 
 PROBE = "probe"
 LANDING = "landing"
@@ -50,6 +50,12 @@ class Probe:
         probe = fresh_memory(device, size)
         probe.store(0, memoryview(pattern))
         return cls(probe, fresh_memory(device, size), xxhash.xxh3_64_intdigest(pattern))
+
+    def close(self) -> None:
+        """Give the descriptors of host memory back."""
+        for memory in (self.probe, self.landing):
+            if isinstance(memory, HostMemory):
+                memory.close()
 
 
 class SelfTest:

@@ -12,7 +12,6 @@ import contextlib
 import os
 import select
 import socket
-import ssl
 import time
 from collections import deque
 
@@ -54,7 +53,8 @@ class TcpTransport(Transport):
 
     Args:
         host, port: where a source listens; port 0 takes a free one.
-        advertised: host:port that peers are told, if another.
+        advertised_host: what peers are told instead of `host`.
+        directory_url: through which they find this process; decides whether loopback will do.
         stall_s: a connection that owes bytes and sends none for so long is given up.
     """
 
@@ -65,13 +65,16 @@ class TcpTransport(Transport):
         host: str = "127.0.0.1",
         port: int = 0,
         *,
-        advertised: str | None = None,
+        advertised_host: str | None = None,
+        directory_url: str | None = None,
         tls: TlsFiles | None = None,
         stall_s: float = 5.0,
     ) -> None:
-        self._host, self._port, self._advertised = host, port, advertised
+        self._host, self._port = host, port
+        self._advertised_host, self._directory_url = advertised_host, directory_url
         self._server_tls = tls.server_context() if tls else None
         self._client_tls = tls.client_context() if tls else None
+        self._server_name = tls.server_name if tls else None
         self._stall_s = stall_s
         self._regions: dict[str, Memory] = {}
         self._token = os.urandom(TOKEN_BYTES)
@@ -92,7 +95,9 @@ class TcpTransport(Transport):
             self._server = TcpServer(
                 self._host, self._port, self._regions, self._token, self._epoll, self._server_tls
             )
-        address = reachable_address(self._host, self._server.port, self._advertised)
+        address = reachable_address(
+            self._advertised_host or self._host, self._server.port, None, self._directory_url
+        )
         kind = b"tls" if self._server_tls else b""
         return Offer(transport=self.name, address=address, token=self._token, payload=kind)
 
@@ -105,7 +110,12 @@ class TcpTransport(Transport):
         peer = TcpPeer(endpoint, self._stall_s)
         host, _, port = offer.address.rpartition(":")
         try:
-            peer.open(_connect(host.strip("[]"), int(port), self._client_tls), offer.token)
+            connection = _connect(host.strip("[]"), int(port))
+            if self._client_tls is None:
+                peer.open(PlainWire(connection), offer.token)
+            else:
+                name = self._server_name or host.strip("[]")
+                peer.open(TlsWire(connection, self._client_tls, name), offer.token)
         except (OSError, ValueError) as error:
             peer.lose(ReadFailure.PEER_GONE, f"it cannot be reached: {error}")
         else:
@@ -345,7 +355,7 @@ class TcpPeer(Peer):
         return piece
 
 
-def _connect(host: str, port: int, tls: ssl.SSLContext | None) -> Wire:
+def _connect(host: str, port: int) -> socket.socket:
     """Begin to connect. A source that advertises a name costs a look-up here."""
     family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     connection = socket.socket(family, socket.SOCK_STREAM)
@@ -353,7 +363,7 @@ def _connect(host: str, port: int, tls: ssl.SSLContext | None) -> Wire:
     try:
         with contextlib.suppress(BlockingIOError):
             connection.connect(address)
-        return PlainWire(connection) if tls is None else TlsWire(connection, tls, host)
+        return connection
     except BaseException:
         connection.close()
         raise

@@ -129,11 +129,28 @@ class TlsWire:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TlsFiles:
-    """PEM files for mutual TLS: both sides show a certificate of the same authority."""
+    """PEM files for mutual TLS: both sides show a certificate of the same authority.
+
+    `server_name` is the name that a source's certificate must bear; its address if None.
+    """
 
     certificate: Path
     key: Path
     authority: Path
+    server_name: str | None = None
+
+    def pem(self) -> tuple[bytes, bytes, bytes]:
+        """Authority, key, certificate.
+
+        Raises:
+            ConfigError: a file cannot be read.
+        """
+        try:
+            files = (self.authority, self.key, self.certificate)
+            authority, key, certificate = (file.read_bytes() for file in files)
+        except OSError as error:
+            raise ConfigError(f"TLS files for transfers cannot be used: {error}") from error
+        return authority, key, certificate
 
     def server_context(self) -> ssl.SSLContext:
         """Demands a client certificate.

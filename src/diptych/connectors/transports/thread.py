@@ -158,6 +158,7 @@ class TransferThread:
 
     def _run(self) -> None:
         try:
+            self._use_device()
             self._endpoint = self._open()
         except Exception as error:
             self._error = error
@@ -172,9 +173,18 @@ class TransferThread:
         self._fail_all()
         for transport in self._transports:
             transport.close()
+        self._probe.close()
         self._report_reads()
         os.close(self._wake_fd)
         self._wake_fd = -1
+
+    def _use_device(self) -> None:
+        """Make the device's context this thread's: UCX registers and copies in the current one."""
+        if self._memory.device != "cpu":
+            import torch
+
+            torch.cuda.set_device(self._memory.device)
+            torch.cuda.synchronize()
 
     def _open(self) -> Endpoint:
         offers, usable = [], 0

@@ -1,0 +1,105 @@
+"""Which transports a process opens, by name and in order of preference."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from diptych.connectors.transports.base import Transport
+from diptych.connectors.transports.tcp_wire import TlsFiles
+from diptych.errors import ConfigError, TransferError
+
+_log = logging.getLogger(__name__)
+
+AUTO = "auto"
+NAMES = ("nixl", "shm", "tcp", "grpc")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransportSettings:
+    """Where a process listens for readers.
+
+    Attributes:
+        host: address of the TCP and gRPC transports; ports are free ones unless given.
+        advertised_host: what peers are told instead, where it differs.
+        tls: certificates for mutual TLS; with them nothing travels in the clear.
+    """
+
+    host: str = "127.0.0.1"
+    tcp_port: int = 0
+    grpc_port: int = 0
+    advertised_host: str | None = None
+    directory_url: str | None = None
+    tls: TlsFiles | None = None
+
+
+def open_transports(
+    names: Sequence[str] = (AUTO,), settings: TransportSettings | None = None
+) -> list[Transport]:
+    """Open transports in order of preference.
+
+    Args:
+        names: of NAMES; `auto` stands for all that work here.
+
+    Raises:
+        ConfigError: an unknown name, or a setting that a transport cannot use.
+        TransferError: a transport that was asked for by name does not work here.
+    """
+    settings = settings or TransportSettings()
+    unknown = [name for name in names if name not in (*NAMES, AUTO)]
+    if unknown or not names:
+        raise ConfigError(f"transports are {', '.join((AUTO, *NAMES))}, not {names}")
+    opened: list[Transport] = []
+    for name in NAMES if AUTO in names else dict.fromkeys(names):
+        try:
+            opened.append(_MAKERS[name](settings))
+        except TransferError as error:
+            if name in names:
+                raise
+            _log.info("no transfers over %s: %s", name, error.message)
+    return opened
+
+
+def _nixl(settings: TransportSettings) -> Transport:
+    from diptych.connectors.transports.nixl import NixlTransport
+
+    return NixlTransport()
+
+
+def _shm(settings: TransportSettings) -> Transport:
+    from diptych.connectors.transports.shm import ShmTransport
+
+    return ShmTransport()
+
+
+def _tcp(settings: TransportSettings) -> Transport:
+    from diptych.connectors.transports.tcp import TcpTransport
+
+    return TcpTransport(
+        settings.host,
+        settings.tcp_port,
+        advertised_host=settings.advertised_host,
+        directory_url=settings.directory_url,
+        tls=settings.tls,
+    )
+
+
+def _grpc(settings: TransportSettings) -> Transport:
+    from diptych.connectors.transports.grpc_bytes import GrpcTransport
+
+    return GrpcTransport(
+        settings.host,
+        settings.grpc_port,
+        advertised_host=settings.advertised_host,
+        directory_url=settings.directory_url,
+        tls=settings.tls,
+    )
+
+
+_MAKERS: dict[str, Callable[[TransportSettings], Transport]] = {
+    "nixl": _nixl,
+    "shm": _shm,
+    "tcp": _tcp,
+    "grpc": _grpc,
+}
