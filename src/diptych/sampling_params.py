@@ -15,6 +15,10 @@ from diptych.errors import InvalidRequestError, UnsupportedFeatureError
 GREEDY_BELOW = 1e-5
 LEAST_TEMPERATURE = 1e-2
 MAX_LOGPROBS = 20
+# what the sampler has room for, per request
+MAX_LOGIT_EDITS = 1024
+MAX_BAD_WORD_TOKENS = 129
+MAX_BAD_WORDS_TOKENS = 1024
 
 
 class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -104,6 +108,31 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
                 raise InvalidRequestError(
                     f"{name} must be at most {limit}, got {count}", param=name
                 )
+
+    def check_logit_edits(self, num_eos_tokens: int) -> None:
+        """Check that the sampler has room for what changes the logits of certain tokens; words
+        have been tokenised.
+
+        Raises:
+            InvalidRequestError: there are too many, or a word is too long.
+        """
+        words = self.bad_words_token_ids or []
+        stops = len(self.stop_token_ids or []) + num_eos_tokens if self.min_tokens else 0
+        count = len(words) + len(self.logit_bias or {}) + stops
+        if count > MAX_LOGIT_EDITS:
+            raise InvalidRequestError(
+                f"logit_bias, bad_words and, with min_tokens, stop tokens have {count} tokens or "
+                f"words together; at most {MAX_LOGIT_EDITS} are possible",
+                param="bad_words" if words else "logit_bias",
+            )
+        longest = max(map(len, words), default=0)
+        total = sum(len(word) - 1 for word in words)
+        if longest > MAX_BAD_WORD_TOKENS or total > MAX_BAD_WORDS_TOKENS:
+            raise InvalidRequestError(
+                f"bad_words has a word of {longest} tokens and {total} tokens before last ones; "
+                f"at most {MAX_BAD_WORD_TOKENS} and {MAX_BAD_WORDS_TOKENS} are possible",
+                param="bad_words",
+            )
 
     def _check_types(self) -> None:
         for name in ("n", "top_k", "min_tokens"):

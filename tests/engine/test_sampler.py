@@ -7,6 +7,7 @@ from torch import Tensor
 from diptych.engine.sampler import Sampler
 from diptych.engine.sampling_rows import SamplingRows
 from diptych.engine.step import NewRequest
+from diptych.errors import InvalidRequestError
 from diptych.kernels.torch_ops import TorchOps
 from diptych.sampling_params import SamplingParams
 
@@ -187,6 +188,24 @@ def test_a_bad_word_is_not_completed() -> None:
     assert Rows(8).add([4], [], **bad).sample(LOGITS) == [2]  # [4] is prompt, not output
     assert Rows(8).add([4], [4], **bad).sample(LOGITS) == [4]
     assert Rows(8).add([4], [4, 5], **bad).sample(LOGITS) == [2]
+
+
+def test_as_much_is_changed_as_a_request_may_ask_for() -> None:
+    words = [[3] * 128 + [token] for token in range(8)]
+    most = SamplingParams(
+        temperature=0.0,
+        bad_words_token_ids=words,
+        logit_bias={token: float(token % 7) for token in range(10, 1023)},
+        min_tokens=1,
+        stop_token_ids=[1, 2],
+    )
+    most.check_logit_edits(1)
+    rows = Rows(2000)
+    params = {name: getattr(most, name) for name in most.__struct_fields__}
+    rows.add([], [3] * 128, **params)
+    assert rows.sample(torch.zeros(2000)) == [13]
+    with pytest.raises(InvalidRequestError):
+        most.check_logit_edits(2)
 
 
 def test_no_stop_token_before_min_tokens() -> None:

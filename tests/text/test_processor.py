@@ -93,6 +93,9 @@ def test_the_callers_params_are_left_as_they_were(directory: Path) -> None:
         ("a", {"logprobs": 21}, "logprobs must be at most 20"),
         ("a", {"prompt_logprobs": -1}, "prompt_logprobs must be at most 20"),
         ("a", {"bad_words": [" "]}, "bad_words has no tokens"),
+        ("a", {"bad_words_token_ids": [[5] * 130]}, "a word of 130 tokens"),
+        ("a", {"bad_words_token_ids": [[5] * 129] * 9}, "1152 tokens before last ones"),
+        ("a", {"bad_words_token_ids": [[5]] * 1025}, "have 1025 tokens or words together"),
     ],
 )
 def test_bad_input_is_named(

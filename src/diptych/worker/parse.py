@@ -35,6 +35,7 @@ def parse_submit(
     eos = list(message.eos_token_ids)
     if eos and max(eos) >= limits.vocab_size:
         raise InvalidRequestError("eos_token_ids are outside the vocabulary", param="eos_token_ids")
+    sampling.check_logit_edits(len(eos))
     if len(message.cache_salt) > MAX_CACHE_SALT_CHARS:
         raise InvalidRequestError(
             f"cache_salt has more than {MAX_CACHE_SALT_CHARS} characters", param="cache_salt"
