@@ -20,8 +20,11 @@ def linear(
         return streamed_linear(x, weight, tiles, bias=bias, out=out)
     if bias is None and out is not None and out.dtype == x.dtype:
         return torch.mm(x, weight.t(), out=out)
-    product = functional.linear(x, weight, bias)
-    return product if out is None else out.copy_(product)
+    if out is None:
+        return functional.linear(x, weight, bias)
+    if bias is None and out.dtype == x.dtype:
+        return torch.mm(x, weight.t(), out=out)
+    return out.copy_(functional.linear(x, weight, bias))
 
 
 def linear_parts(x: Tensor, weight: Tensor) -> Tensor:

@@ -32,4 +32,7 @@ def test_what_does_not_stream_is_the_reference(dtype) -> None:
     out = torch.full((3, 48), torch.nan)
     assert kernels.linear(x, weight, bias, out) is out
     assert torch.equal(out, reference.linear(x, weight, bias).float())
+    out = torch.full((3, 48), torch.nan, dtype=dtype)
+    assert kernels.linear(x, weight, out=out) is out
+    torch.testing.assert_close(out, reference.linear(x, weight))
     assert torch.equal(kernels.linear_parts(x, weight), reference.linear_parts(x, weight))
