@@ -49,6 +49,9 @@ from diptych.models.manifest import kv_namespace
 
 _log = logging.getLogger(__name__)
 
+# what a step needs is seen from two layers as well as from all
+_TRIED_LAYERS = 2
+
 
 class UniprocExecutor:
     """`engine.step.Executor` in this process.
@@ -196,7 +199,8 @@ class UniprocExecutor:
 
     def _gpu_bytes(self, model: Decoder, sampler: Sampler, layout: KVLayout) -> int:
         """What weights, activations and graphs take at their peak."""
-        sized = (model, sampler, layout, self._config, self.max_model_len, self._device)
+        tried = model.first_layers(_TRIED_LAYERS)
+        sized = (tried, sampler, layout, self._config, self.max_model_len, self._device)
         with self._refusing("max_num_batched_tokens or max_num_seqs"):
             if not self._captures:
                 return peak_memory(*sized)
@@ -219,7 +223,8 @@ class UniprocExecutor:
         kv_cache = allocate(self._layout, self._device)
         with self._refusing("gpu_memory_utilization"):
             with self._watch.stage("warm-up"):
-                warm_up(model, sampler, kv_cache, self._layout, self._warm_up_shapes())
+                tried = model.first_layers(_TRIED_LAYERS)
+                warm_up(tried, sampler, kv_cache, self._layout, self._warm_up_shapes())
             decode = None
             if self._captures:
                 decode = self._capture(model, ops, kv_cache, batch, sampler)
