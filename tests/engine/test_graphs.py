@@ -9,7 +9,16 @@ import pytest
 import torch
 
 from diptych.engine.captured_decode import capture_decode
-from diptych.engine.graphs import DecodeGraphs, batch_sizes, context_lengths, fit
+from diptych.engine.captured_mixed import capture_mixed
+from diptych.engine.graphs import (
+    DecodeGraphs,
+    MixedGraphs,
+    MixedSize,
+    batch_sizes,
+    context_lengths,
+    fit,
+    mixed_sizes,
+)
 from diptych.kernels.dispatch import select_ops
 from diptych.sampling_params import SamplingParams
 from tests.engine.runner_driver import RunnerDriver
@@ -90,6 +99,34 @@ class CapturedDriver(RunnerDriver):
         }
 
 
+class MixedDriver(RunnerDriver):
+    """Runs steps as with graphs of prompts, and notes sizes and contexts."""
+
+    def __init__(self, model: Path, **settings) -> None:
+        super().__init__(model, **settings)
+        self.runs: list[tuple[MixedSize, int]] = []
+        runner = self.executor._runner
+        assert runner is not None
+        self.cache = runner._kv_cache
+        runner._mixed = capture_mixed(
+            runner._model,
+            select_ops(CPU),
+            runner._kv_cache,
+            runner._batch,
+            runner._sampler,
+            torch.zeros(runner._batch.max_num_seqs, 384),
+            max_num_tokens=128,
+            max_model_len=512,
+            capture=lambda run: run,
+        )
+        assert runner._mixed is not None
+        step = runner._mixed.step
+        runner._mixed.graphs._replays = {
+            key: lambda key=key: (self.runs.append(key), step.run(*key))
+            for key in runner._mixed.graphs._replays
+        }
+
+
 def story(driver: RunnerDriver, params: list[SamplingParams]) -> list:
     """Requests join, leave and are preempted while others decode past their blocks."""
     outputs = []
@@ -121,6 +158,73 @@ def test_captured_steps_sample_what_the_others_do(model: Path, params: list) -> 
         for name, logprobs in theirs.logprobs.items():
             assert ours.logprobs[name].token_ids == logprobs.token_ids
             assert ours.logprobs[name].logprobs == pytest.approx(logprobs.logprobs, abs=1e-4)
+
+
+@pytest.mark.parametrize("params", [MIXED, PLAIN], ids=["mixed", "plain"])
+def test_captured_prompts_give_what_the_others_do(model: Path, params: list) -> None:
+    plain, captured = RunnerDriver(model), MixedDriver(model)
+    expected, found = story(plain, params), story(captured, params)
+    # those that only decode run here as well
+    assert len(captured.runs) == len(found)
+    assert [size for size, _ in captured.runs if not size.singles] == 2 * [(0, 64)]
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours.sampled_token_ids == theirs.sampled_token_ids
+        for name, logprobs in theirs.logprobs.items():
+            assert ours.logprobs[name].logprobs == pytest.approx(logprobs.logprobs, abs=1e-4)
+
+
+def test_a_captured_prompt_in_chunks_beside_others_takes_tokens_from_the_device(
+    model: Path,
+) -> None:
+    found = []
+    for driver in (RunnerDriver(model), MixedDriver(model)):
+        driver.add("a", prompt_of(9), PLAIN[1])
+        driver.add("b", prompt_of(70), PLAIN[3])
+        handles = [driver.submit({"a": 9, "b": 20})]
+        tokens: dict[str, list[int]] = {"a": [], "b": []}
+        for step in ({"b": 25, "a": 1}, {"a": 1, "b": 25}, {"b": 1, "a": 1}):
+            handles.append(driver.submit(step))
+            for name, sampled in handles.pop(0).result().sampled_token_ids.items():
+                tokens[name] += sampled
+        for name, sampled in handles.pop().result().sampled_token_ids.items():
+            tokens[name] += sampled
+        found.append(tokens)
+    assert found[0] == found[1]
+    assert len(found[0]["a"]) == 4
+
+
+def test_a_captured_prompt_writes_its_own_slots_alone(model: Path) -> None:
+    driver = MixedDriver(model)
+    assert not driver.cache.any()  # nor has capturing
+    driver.add("a", prompt_of(20), PLAIN[0])
+    driver.step({"a": 20})
+    assert driver.runs == [((0, 64), 512)]
+    used = (driver.cache != 0).flatten(1).any(1).nonzero()[:, 0].tolist()
+    assert used == driver.blocks["a"]
+    slots = (driver.cache[driver.blocks["a"][1], 0, 0, 0] != 0).any(-1)
+    assert slots.tolist() == [True] * 4 + [False] * 12
+
+
+def test_prompts_find_the_least_graph_that_pays() -> None:
+    sizes = mixed_sizes(256, 8192)
+    graphs = MixedGraphs(lambda *key: None, sizes, [2048, 8192], 32, lambda run: run)
+    for step, key in {
+        (0, 1, 1, 50): ((0, 64), 2048),
+        (0, 64, 3, 2048): ((0, 64), 2048),
+        (0, 65, 1, 2049): ((0, 128), 8192),
+        (5, 60, 1, 50): ((32, 64), 2048),
+        (33, 200, 2, 50): ((256, 256), 2048),
+        (0, 300, 1, 300): ((0, 512), 2048),
+        (0, 1000, 1, 1000): ((0, 1024), 2048),
+    }.items():
+        assert graphs.find(*step) == key
+    assert graphs.find(0, 700, 1, 700) is None  # more padding than launching costs
+    assert graphs.find(0, 1025, 1, 1025) is None
+    assert graphs.find(5, 900, 1, 900) is None
+    assert graphs.find(0, 64, 1, 8193) is None
+    assert graphs.find(0, 66, 33, 50) is None
+    assert mixed_sizes(4, 200) == [(0, 64), (0, 128), (4, 64), (4, 128)]
+    assert mixed_sizes(4, 20) == []
 
 
 def test_padding_writes_nothing_to_the_cache(model: Path) -> None:

@@ -102,7 +102,9 @@ def decoding(driver: RunnerDriver, count: int) -> dict[str, int]:
 
 
 def test_graphs_are_made_where_they_can_be(model) -> None:
-    assert driver_of(model).executor._runner._decode is not None
+    runner = driver_of(model).executor._runner
+    assert runner._decode is not None
+    assert runner._mixed is not None
     assert driver_of(model, enforce_eager=True).executor._runner._decode is None
     assert driver_of(model, attention_backend="torch").executor._runner._decode is None
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from diptych.config import GIB, EngineConfig
 from diptych.connectors.base import KVConnectorWorker, KVLayout
 from diptych.engine.captured_decode import CapturedDecode, capture_decode
+from diptych.engine.captured_mixed import CapturedMixed, capture_mixed
 from diptych.engine.device import (
     choose_device,
     choose_dtype,
@@ -24,7 +25,7 @@ from diptych.engine.device import (
     set_up,
     with_device_defaults,
 )
-from diptych.engine.graphs import GraphPool, batch_sizes, context_lengths, graph_bytes
+from diptych.engine.graphs import GraphPool, batch_sizes, context_lengths, graph_bytes, mixed_sizes
 from diptych.engine.input_batch import InputBatch
 from diptych.engine.kv_cache import allocate, cpu_kv_bytes, gpu_kv_bytes, num_kv_blocks
 from diptych.engine.runner import ModelRunner
@@ -33,7 +34,7 @@ from diptych.engine.step import ModelRunnerOutput, SchedulerOutput, StepHandle
 from diptych.engine.stopwatch import Stopwatch
 from diptych.engine.warm_up import (
     Shape,
-    decode_memory,
+    forward_memory,
     peak_memory,
     serving_shapes,
     warm_up,
@@ -204,13 +205,31 @@ class UniprocExecutor:
         with self._refusing("max_num_batched_tokens or max_num_seqs"):
             if not self._captures:
                 return peak_memory(*sized)
-            sizes = batch_sizes(self._config.max_num_seqs or 1)
-            num_graphs = len(sizes) * len(context_lengths(self.max_model_len))
-            return peak_memory(*sized) + graph_bytes(num_graphs, decode_memory(*sized))
+            return peak_memory(*sized) + self._graph_bytes(model, sampler, layout)
+
+    def _graph_bytes(self, model: Decoder, sampler: Sampler, layout: KVLayout) -> int:
+        """What graphs take, and the steps in them."""
+        most_seqs, most_tokens = self._limits
+        shapes = [Shape(most_seqs, 1, self.max_model_len)]
+        mixed = mixed_sizes(most_seqs, min(most_tokens, self.max_model_len))
+        if mixed:
+            largest, most = max(map(sum, mixed)), self.max_model_len
+            shapes.append(Shape(-(-largest // most), min(largest, most), most))
+        num_contexts = len(context_lengths(self.max_model_len))
+        num_graphs = (len(batch_sizes(most_seqs)) + len(mixed)) * num_contexts
+        memory = sum(
+            forward_memory(model, sampler, layout, shape, self._device) for shape in shapes
+        )
+        return graph_bytes(num_graphs, memory)
+
+    @property
+    def _limits(self) -> tuple[int, int]:
+        """Sequences and tokens of a step at most."""
+        return self._config.max_num_seqs or 1, self._config.max_num_batched_tokens or 1
 
     def _make_batch(self) -> InputBatch:
         return InputBatch(
-            self._config.max_num_seqs or 1,
+            self._limits[0],
             self.max_model_len,
             self._config.block_size or 16,
             self.model_config.vocab_size,
@@ -225,17 +244,18 @@ class UniprocExecutor:
             with self._watch.stage("warm-up"):
                 tried = model.first_layers(_TRIED_LAYERS)
                 warm_up(tried, sampler, kv_cache, self._layout, self._warm_up_shapes())
-            decode = None
+            captured: tuple[CapturedDecode | None, CapturedMixed | None] = (None, None)
             if self._captures:
-                decode = self._capture(model, ops, kv_cache, batch, sampler)
-        return ModelRunner(model, sampler, kv_cache, self._layout, batch, self._connector, decode)
+                captured = self._capture(model, ops, kv_cache, batch, sampler)
+        return ModelRunner(
+            model, sampler, kv_cache, self._layout, batch, self._connector, *captured
+        )
 
     def _warm_up_shapes(self) -> list[Shape]:
         """On a CPU nothing is compiled."""
         if self._device.type == "cpu":
             return [Shape(1, count, count) for count in (1, 2) if count <= self.max_model_len]
-        most_seqs, most_tokens = self._config.max_num_seqs, self._config.max_num_batched_tokens
-        return serving_shapes(most_seqs or 1, most_tokens or 1, self.max_model_len)
+        return serving_shapes(*self._limits, self.max_model_len)
 
     @contextmanager
     def _refusing(self, settings: str) -> Iterator[None]:
@@ -253,17 +273,29 @@ class UniprocExecutor:
 
     def _capture(
         self, model: Decoder, ops: Ops, kv_cache: Tensor, batch: InputBatch, sampler: Sampler
-    ) -> CapturedDecode:
+    ) -> tuple[CapturedDecode, CapturedMixed | None]:
+        capture, max_model_len = GraphPool(self._device), self.max_model_len
         with self._watch.stage("graphs"):
-            captured = capture_decode(
+            decode = capture_decode(
                 model,
                 ops,
                 kv_cache,
                 batch,
                 sampler,
                 vocab_size=self.model_config.vocab_size,
-                max_model_len=self.max_model_len,
-                capture=GraphPool(self._device),
+                max_model_len=max_model_len,
+                capture=capture,
+            )
+            mixed = capture_mixed(
+                model,
+                ops,
+                kv_cache,
+                batch,
+                sampler,
+                decode.step.logits,
+                max_num_tokens=min(self._limits[1], max_model_len),
+                max_model_len=max_model_len,
+                capture=capture,
             )
         torch.cuda.empty_cache()
-        return captured
+        return decode, mixed

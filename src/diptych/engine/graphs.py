@@ -12,15 +12,32 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
 logger = logging.getLogger(__name__)
 
 _CONTEXTS = (2048, 8192, 32768)
+# of steps that compute prompts: their tokens, and the rows that decode beside them
+_PROMPT_TOKENS = (64, 128, 256, 512, 1024)
+_SINGLES = (32, 256)
+# a step of fewer tokens is launched in longer than it takes; a larger one is worth little padding
+_ALWAYS_PAYS = 544
+_LEAST_FILLED = 0.9
 # the driver's share of a graph of a few hundred kernels, and slack of the pool
 _BYTES_PER_GRAPH = 3 << 20
+
+
+class MixedSize(NamedTuple):
+    """Sequences of one token, and tokens of all others; both padded."""
+
+    singles: int
+    tokens: int
+
+
+# a size and a context length
+MixedKey = tuple[MixedSize, int]
 
 
 class Capture(Protocol):
@@ -40,6 +57,15 @@ def batch_sizes(max_num_seqs: int) -> list[int]:
 def context_lengths(max_model_len: int) -> list[int]:
     """Context lengths that graphs are captured for, ascending."""
     return [length for length in _CONTEXTS if length < max_model_len] + [max_model_len]
+
+
+def mixed_sizes(max_num_seqs: int, max_num_tokens: int) -> list[MixedSize]:
+    """Sizes of steps that compute prompts and are captured: those that take a GPU less time than
+    the host takes to launch them, or not much more."""
+    sizes = [MixedSize(0, tokens) for tokens in _PROMPT_TOKENS]
+    for singles in dict.fromkeys(min(count, max_num_seqs) for count in _SINGLES):
+        sizes += [MixedSize(singles, tokens) for tokens in _PROMPT_TOKENS[:-1]]
+    return [size for size in sizes if size.tokens <= max_num_tokens]
 
 
 def fit(ladder: Sequence[int], wanted: int) -> int:
@@ -112,3 +138,54 @@ class DecodeGraphs:
     def replay(self, num_rows: int, longest: int) -> None:
         """Run the step of `num_rows` sequences, the longest of `longest` tokens."""
         self._replays[fit(self._sizes, num_rows), fit(self._contexts, longest)]()
+
+
+class MixedGraphs:
+    """One graph per size and context length of steps that compute prompts.
+
+    Args:
+        step: as of `DecodeGraphs`, by size.
+        sizes, contexts: all that there are.
+        most_prompts: sequences of more than one token that a graph has room for.
+        capture: how a step becomes repeatable.
+    """
+
+    def __init__(
+        self,
+        step: Callable[[MixedSize, int], None],
+        sizes: Sequence[MixedSize],
+        contexts: Sequence[int],
+        most_prompts: int,
+        capture: Capture,
+    ) -> None:
+        started = time.monotonic()
+        self._most_prompts = most_prompts
+        self._replays = {
+            (size, context): capture(partial(step, size, context))
+            for size in sorted(sizes, key=sum, reverse=True)
+            for context in reversed(contexts)
+        }
+        # the smallest that holds a step is the first that does
+        self._ladder = sorted(self._replays, key=lambda key: (sum(key[0]), key[1]))
+        logger.info(
+            "captured %d graphs of prompts in %.1f s",
+            len(self._replays),
+            time.monotonic() - started,
+        )
+
+    def find(
+        self, num_singles: int, num_tokens: int, num_prompts: int, longest: int
+    ) -> MixedKey | None:
+        """The graph for a step of so many sequences of one token, tokens of all others, and others;
+        None if there is none, or padding would cost more than launching saves."""
+        if num_prompts > self._most_prompts:
+            return None
+        for size, context in self._ladder:
+            if num_singles <= size.singles and num_tokens <= size.tokens and longest <= context:
+                tokens = num_singles + num_tokens
+                pays = sum(size) <= _ALWAYS_PAYS or tokens >= _LEAST_FILLED * sum(size)
+                return (size, context) if pays else None
+        return None
+
+    def replay(self, key: MixedKey) -> None:
+        self._replays[key]()

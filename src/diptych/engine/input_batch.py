@@ -15,7 +15,7 @@ from torch import Tensor
 
 from diptych.engine.pinned import Uploads
 from diptych.engine.resident_rows import DecodeRows
-from diptych.engine.sampling_rows import SamplingRows
+from diptych.engine.sampling_rows import NO_LOGPROBS, SamplingRows
 from diptych.engine.step import NewRequest, RunningRequest, SchedulerOutput
 from diptych.models.layers import ForwardBatch, LastTokens, ManyQueries, SingleQueries
 
@@ -43,6 +43,21 @@ class StepRows:
     first: Int64Array
     end: Int64Array
     samples: Int64Array
+
+
+@dataclass(frozen=True, slots=True)
+class StepTokens:
+    """The T tokens of a step, in its order.
+
+    Attributes:
+        rows, input_ids, positions, slots: `[T]`, row, id (-1 for one that the device sampled last
+            for the row), place in the sequence, place in the cache.
+    """
+
+    rows: Int64Array
+    input_ids: Int64Array
+    positions: Int64Array
+    slots: Int64Array
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,23 +154,29 @@ class InputBatch:
         samples = np.flatnonzero(end == self.num_tokens[rows])
         return StepRows(request_ids, rows, num_singles, starts, first, end, samples)
 
-    def forward_batch(self, step: StepRows, *, whole: bool = False) -> ForwardBatch:
-        """The step's tensors on the device; the outcome is of `step.samples`, or `whole`."""
+    def tokens(self, step: StepRows) -> StepTokens:
+        """The step's tokens; the block tables on the device are up to date."""
         self._flush()
         counts = step.end - step.first
         rows = np.repeat(step.rows, counts)
         positions = np.arange(len(rows)) + np.repeat(step.first - step.starts[:-1], counts)
-        known = self._known_ids(rows, positions)
-        input_ids, at, slots = self.uploads.put_all(known, positions, self._slots(rows, positions))
+        ids, slots = self._known_ids(rows, positions), self._slots(rows, positions)
+        return StepTokens(rows, ids, positions, slots)
+
+    def forward_batch(self, step: StepRows, *, whole: bool = False) -> ForwardBatch:
+        """The step's tensors on the device; the outcome is of `step.samples`, or `whole`."""
+        tokens = self.tokens(step)
+        known = tokens.input_ids
+        input_ids, at, slots = self.uploads.put_all(known, tokens.positions, tokens.slots)
         if len(missing := np.flatnonzero(known < 0)):
-            where, which = self.uploads.put_all(missing, rows[missing])
+            where, which = self.uploads.put_all(missing, tokens.rows[missing])
             input_ids.index_copy_(0, where, self.last_tokens.index_select(0, which))
         singles = many = None
         if step.num_singles:
             singles = self._queries(step.rows[: step.num_singles], step.end[: step.num_singles])
         if step.num_singles < len(step.rows):
             many = self._many(step)
-        last = None if whole or len(step.samples) == len(rows) else self._last(step)
+        last = None if whole or len(step.samples) == len(known) else self._last(step)
         return ForwardBatch(input_ids, at, slots, singles, many, last)
 
     def _queries(self, rows: Int64Array, ends: Int64Array) -> SingleQueries:
@@ -181,6 +202,14 @@ class InputBatch:
     def _tables(self, rows: Tensor, longest: int) -> Tensor:
         width = -(-longest // self._block_size)
         return self.block_tables[:, :width].index_select(0, rows)
+
+    def wants_prompt_logprobs(self, step: StepRows) -> bool:
+        return bool((self.sampling.prompt_logprobs[step.rows] != NO_LOGPROBS).any())
+
+    def knows_prompts(self, step: StepRows) -> bool:
+        """Whether the host knows all tokens of the sequences that compute more than one."""
+        many = slice(step.num_singles, None)
+        return bool((step.end[many] <= self._num_known[step.rows[many]]).all())
 
     def decodes(self, step: StepRows) -> bool:
         """Whether each row computes its last token alone, to sample the next."""

@@ -11,6 +11,8 @@ from torch import Tensor
 
 from diptych.connectors.base import KVConnectorMetadata, KVConnectorWorker, KVLayout
 from diptych.engine.captured_decode import CapturedDecode
+from diptych.engine.captured_mixed import CapturedMixed
+from diptych.engine.graphs import MixedKey
 from diptych.engine.input_batch import InputBatch, StepRows
 from diptych.engine.logprobs import LOGITS_CHUNK, TopLogprobs
 from diptych.engine.pinned import TokenReader
@@ -29,6 +31,7 @@ class ModelRunner:
     Args:
         model, sampler, kv_cache, layout, batch, connector: what it runs on.
         decode: decode steps, captured; None runs them as the others, one kernel after another.
+        mixed: steps of short prompts, captured; None as well.
     """
 
     def __init__(
@@ -40,6 +43,7 @@ class ModelRunner:
         batch: InputBatch,
         connector: KVConnectorWorker | None = None,
         decode: CapturedDecode | None = None,
+        mixed: CapturedMixed | None = None,
     ) -> None:
         self._model = model
         self._sampler = sampler
@@ -48,6 +52,7 @@ class ModelRunner:
         self._batch = batch
         self._connector = connector
         self._decode = decode
+        self._mixed = mixed
         self._put = batch.uploads.put
         self._reader = TokenReader(batch.max_num_seqs, kv_cache.device)
         if connector is not None:
@@ -71,8 +76,17 @@ class ModelRunner:
         if self._decode is not None and self._batch.decodes(rows):
             self._run_captured(rows, self._decode, submitted)
             return
-        batch, sampling = self._batch, self._batch.sampling
-        whole = bool((sampling.prompt_logprobs[rows.rows] != NO_LOGPROBS).any())
+        whole = self._batch.wants_prompt_logprobs(rows)
+        if self._mixed is not None and not whole and self._batch.knows_prompts(rows):
+            key = self._mixed.find(rows)
+            if key is not None:
+                self._run_prompts(rows, self._mixed, key, submitted)
+                return
+        self._run_eagerly(rows, whole, submitted)
+
+    def _run_eagerly(self, rows: StepRows, whole: bool, submitted: SubmittedStep) -> None:
+        """Launch a step kernel by kernel; `whole` where log probabilities of prompts are wanted."""
+        batch = self._batch
         hidden = self._model.forward(
             batch.forward_batch(rows, whole=whole), self._kv_views, self._connector
         )
@@ -83,7 +97,7 @@ class ModelRunner:
             submitted.expect(self._reader.begin(batch.last_tokens[:0]))
             return
         members = rows.rows[rows.samples]
-        sampling.flush()
+        batch.sampling.flush()
         where, num_outputs = batch.uploads.put_all(members, batch.num_outputs(members))
         logits = self._model.logits(hidden)
         sampled = self._sampler.sample(logits, where, num_outputs)
@@ -94,13 +108,24 @@ class ModelRunner:
         self, rows: StepRows, decode: CapturedDecode, submitted: SubmittedStep
     ) -> None:
         """A decode step, sampling and all."""
-        if self._connector is not None:
-            for layer in range(len(self._kv_views)):
-                self._connector.wait_for_layer_load(layer)
+        self._wait_for_loads()
         count = len(rows.rows)
         decode.step.rows.load(self._batch.decode_rows(rows))
         decode.graphs.replay(count, int(rows.end.max()))
         self._take(rows, decode.step.logits[:count], decode.step.tokens[:count], submitted)
+
+    def _run_prompts(
+        self, rows: StepRows, mixed: CapturedMixed, key: MixedKey, submitted: SubmittedStep
+    ) -> None:
+        """A step of prompts, sampling and all."""
+        self._wait_for_loads()
+        mixed.run(key, rows, self._batch)
+        self._save_layers()
+        count = len(rows.samples)
+        if count:
+            self._take(rows, mixed.step.logits[:count], mixed.step.tokens[:count], submitted)
+        else:
+            submitted.expect(self._reader.begin(self._batch.last_tokens[:0]))
 
     def _take(
         self, rows: StepRows, logits: Tensor, sampled: Tensor, submitted: SubmittedStep
@@ -149,6 +174,18 @@ class ModelRunner:
             top = TopLogprobs(logits, chunk, most)
             parts.append(partial(top.pack, range(len(chunk)), most))
         return lambda: TokenLogprobs.joined([pack() for pack in parts])
+
+    def _wait_for_loads(self) -> None:
+        """Before a graph, whose layers wait for nothing."""
+        if self._connector is not None:
+            for layer in range(len(self._kv_views)):
+                self._connector.wait_for_layer_load(layer)
+
+    def _save_layers(self) -> None:
+        """After a graph."""
+        if self._connector is not None:
+            for layer in range(len(self._kv_views)):
+                self._connector.save_kv_layer(layer)
 
     def _start_loads(self, metadata: KVConnectorMetadata | None) -> None:
         if self._connector is not None and metadata is not None:

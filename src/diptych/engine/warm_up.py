@@ -85,22 +85,17 @@ def peak_memory(
 
 
 @torch.inference_mode()
-def decode_memory(
-    model: Decoder,
-    sampler: Sampler,
-    layout: KVLayout,
-    config: EngineConfig,
-    max_model_len: int,
-    device: torch.device,
+def forward_memory(
+    model: Decoder, sampler: Sampler, layout: KVLayout, shape: Shape, device: torch.device
 ) -> int:
-    """Bytes of GPU memory that the largest decode step takes, weights and KV cache aside."""
-    most = config.max_num_seqs or 1
+    """Bytes of GPU memory that a step takes, weights and KV cache aside."""
     cache = allocate(layout, device)
     torch.cuda.synchronize(device)
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
-    batch = _make_batch(layout, Shape(most, 1, max_model_len), device)
-    _sample(sampler, model.logits(model.forward(batch, layer_views(cache))))
+    batch = _make_batch(layout, shape, device)
+    hidden = model.forward(batch, layer_views(cache))[: shape.sequences]
+    _sample(sampler, model.logits(hidden))
     torch.cuda.synchronize(device)
     return torch.cuda.max_memory_allocated(device) - before
 
