@@ -10,7 +10,7 @@ from torch import Tensor
 
 from diptych.errors import ConfigError
 from diptych.kernels.attention_spec import AttentionSpec
-from diptych.kernels.fp8_tensor import Fp8Tensor
+from diptych.kernels.fp8_tensor import Fp8Tensor, Rows
 from diptych.kernels.row_inputs import RowInputs
 from diptych.kernels.sampling_tables import SamplingTables
 
@@ -106,11 +106,19 @@ class Ops(Protocol):
 
     def quantise_rows(self, x: Tensor, tile: int = 0) -> Fp8Tensor: ...
 
-    def silu_mul_fp8(self, x: Tensor, tile: int = 0) -> Fp8Tensor: ...
+    def rms_norm_fp8(self, x: Tensor, weight: Tensor, eps: float, tile: int = 0) -> Fp8Tensor: ...
+
+    def add_rms_norm_fp8(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, tile: int = 0
+    ) -> tuple[Fp8Tensor, Tensor]: ...
 
     def fp8_linear(
         self, x: Fp8Tensor, weight: Fp8Tensor, dtype: torch.dtype, bias: Tensor | None = None
     ) -> Tensor: ...
+
+    def fp8_gated_linear(
+        self, x: Fp8Tensor, weight: Fp8Tensor, dtype: torch.dtype, tile: int | None = None
+    ) -> Rows: ...
 
     def fp8_linear_parts(self, x: Fp8Tensor, weight: Fp8Tensor, dtype: torch.dtype) -> Tensor: ...
 

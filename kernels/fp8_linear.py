@@ -1,9 +1,9 @@
 """Rows times a weight, both of eight-bit floats with scales.
 
-For few rows the time is that of reading the weight: a Triton kernel takes it as the tall operand of
-the matrix units, so that a tile of 64 of its rows by any number of tokens is one instruction, and
-splits long rows over programs where whole ones are too few for the GPU. For many rows and scales by
-row, cuBLAS or CUTLASS, as torch has them.
+Scales by row: few rows go to the streamed kernel on Hopper, many to the library that torch has. A
+plain Triton kernel takes the rest: scales of tiles, other GPUs, other types of the result. It takes
+the weight as the tall operand of the matrix units, so that 64 of its rows by any number of tokens
+are one instruction, and splits long rows over programs where whole ones are too few for the GPU.
 """
 
 from __future__ import annotations
@@ -16,9 +16,13 @@ import triton.language as tl
 from torch import Tensor
 
 from diptych.kernels.fp8_tensor import TILE as TILE_COLUMNS
-from diptych.kernels.fp8_tensor import Fp8Tensor
+from diptych.kernels.fp8_tensor import Fp8Tensor, Rows
+from diptych.kernels.quantise_rows import quantise_rows, silu_mul_fp8
+from diptych.kernels.silu_mul import silu_mul
+from diptych.kernels.stream_tiles import can_stream, stream_tiles
+from diptych.kernels.streamed_linear import streamed_linear
 
-# more rows than this go to torch
+# more rows than this take other tiles, or go to the library
 _FEW_ROWS = 64
 
 
@@ -86,6 +90,8 @@ def fp8_linear(
     x: Fp8Tensor, weight: Fp8Tensor, dtype: torch.dtype, bias: Tensor | None = None
 ) -> Tensor:
     """`x @ weight.T + bias`; arguments as in `fp8_tensor.fp8_linear`, all contiguous."""
+    if _streams(x, weight):
+        return _stream(x, weight, dtype, bias)
     if _is_for_torch(x, weight, dtype):
         y: Tensor = torch._scaled_mm(
             x.values,
@@ -102,12 +108,56 @@ def fp8_linear(
 
 def fp8_linear_parts(x: Fp8Tensor, weight: Fp8Tensor, dtype: torch.dtype) -> Tensor:
     """`fp8_linear` without a bias, or float32 parts of it, `[S, T, N]`."""
+    if _streams(x, weight):
+        return _stream(x, weight, dtype, parts=True)
     if _is_for_torch(x, weight, dtype):
         return fp8_linear(x, weight, dtype)
     splits = _num_splits(x.values.shape[0], *weight.values.shape)
     if splits == 1:
         return fp8_linear(x, weight, dtype)
     return _launch(x, weight, None, torch.float32, splits)
+
+
+def fp8_gated_linear(
+    x: Fp8Tensor, weight: Fp8Tensor, dtype: torch.dtype, tile: int | None = None
+) -> Rows:
+    """`silu_mul(fp8_linear(x, weight, dtype))`, rounded by `tile` if given."""
+    if _streams(x, weight):
+        y = _stream(x, weight, dtype, gated=True)
+        return y if tile is None else quantise_rows(y, tile)
+    y = fp8_linear(x, weight, dtype)
+    return silu_mul(y) if tile is None else silu_mul_fp8(y, tile)
+
+
+def _streams(x: Fp8Tensor, weight: Fp8Tensor) -> bool:
+    return not weight.is_tiled and can_stream(x.values, weight.values)
+
+
+def _stream(
+    x: Fp8Tensor,
+    weight: Fp8Tensor,
+    dtype: torch.dtype,
+    bias: Tensor | None = None,
+    *,
+    parts: bool = False,
+    gated: bool = False,
+) -> Tensor:
+    rows, (outputs, columns) = x.values.shape[0], weight.values.shape
+    tiles = stream_tiles(rows, outputs, columns, parts, gated, fp8=True)
+    out = None
+    if tiles.splits == 1:
+        width = outputs // 2 if gated else outputs
+        out = torch.empty(rows, width, dtype=dtype, device=x.values.device)
+    return streamed_linear(
+        x.values,
+        weight.values,
+        tiles,
+        bias=bias,
+        w_scale=weight.scale,
+        x_scale=x.scale,
+        gated=gated,
+        out=out,
+    )
 
 
 def _is_for_torch(x: Fp8Tensor, weight: Fp8Tensor, dtype: torch.dtype) -> bool:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from diptych.kernels.reference import silu_mul
+from diptych.kernels.reference import add_rms_norm, rms_norm, silu_mul
 
 E4M3 = torch.float8_e4m3fn
 E4M3_MAX = 448.0
@@ -38,6 +38,10 @@ class Fp8Tensor(NamedTuple):
         return self.scale.shape[0] != self.values.shape[0] or self.scale.shape[1] != 1
 
 
+# rows as a matrix takes them
+Rows = Tensor | Fp8Tensor
+
+
 def quantise_rows(x: Tensor, tile: int = 0) -> Fp8Tensor:
     """`x`, `[T, K]`, in e4m3: each row's, or each `tile` columns', greatest number becomes 448."""
     rows, columns = x.shape
@@ -49,9 +53,17 @@ def quantise_rows(x: Tensor, tile: int = 0) -> Fp8Tensor:
     return Fp8Tensor(values.view(padded.shape)[:, :columns].contiguous(), scale)
 
 
-def silu_mul_fp8(x: Tensor, tile: int = 0) -> Fp8Tensor:
-    """`quantise_rows(silu_mul(x), tile)` for x = `[T, 2K]` = (gate, up)."""
-    return quantise_rows(silu_mul(x), tile)
+def rms_norm_fp8(x: Tensor, weight: Tensor, eps: float, tile: int = 0) -> Fp8Tensor:
+    """`quantise_rows(rms_norm(x, weight, eps), tile)` for x = `[T, N]`."""
+    return quantise_rows(rms_norm(x, weight, eps), tile)
+
+
+def add_rms_norm_fp8(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, tile: int = 0
+) -> tuple[Fp8Tensor, Tensor]:
+    """`add_rms_norm`, the first of the pair as `quantise_rows` gives it."""
+    normed, total = add_rms_norm(x, residual, weight, eps)
+    return quantise_rows(normed, tile), total
 
 
 def dequantise(x: Fp8Tensor) -> Tensor:
@@ -79,6 +91,18 @@ def fp8_linear(
     """
     y = torch.nn.functional.linear(dequantise(x), dequantise(weight))
     return (y if bias is None else y + bias.float()).to(dtype)
+
+
+def fp8_gated_linear(
+    x: Fp8Tensor, weight: Fp8Tensor, dtype: torch.dtype, tile: int | None = None
+) -> Rows:
+    """`silu_mul(fp8_linear(x, weight, dtype))` for weight = `[2N, K]` = (gate, up).
+
+    Args:
+        tile: of `quantise_rows`, which the result has then gone through; None leaves it in `dtype`.
+    """
+    y = silu_mul(fp8_linear(x, weight, dtype))
+    return y if tile is None else quantise_rows(y, tile)
 
 
 def fp8_linear_parts(x: Fp8Tensor, weight: Fp8Tensor, dtype: torch.dtype) -> Tensor:

@@ -8,6 +8,11 @@ import triton.language as tl
 from torch import Tensor
 
 from diptych.kernels.e4m3 import store_row
+from diptych.kernels.early_start import (
+    early_start,
+    let_next_kernel_start,
+    wait_for_earlier_kernels,
+)
 from diptych.kernels.fp8_tensor import E4M3, Fp8Tensor
 
 
@@ -21,7 +26,11 @@ def _quantise_rows_kernel(
     BK: tl.constexpr,
     TILE: tl.constexpr,
     GATED: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    if EARLY:
+        let_next_kernel_start()
+        wait_for_earlier_kernels()
     i_t = tl.program_id(0).to(tl.int64)
     o_k = tl.arange(0, BK)
     mask = o_k < K
@@ -70,5 +79,6 @@ def _launch(x: Tensor, columns: int, tile: int, *, gated: bool) -> Fp8Tensor:
         TILE=tile,
         GATED=gated,
         num_warps=min(max(block // 512, 1), 16),
+        **early_start(x.device),
     )
     return out

@@ -8,6 +8,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from diptych.kernels.fp8_tensor import E4M3
+
 MOST_ROWS = 128
 # a head's, more rows of which the library multiplies faster
 _WIDE = 1 << 16
@@ -63,6 +65,21 @@ _HEAD = {
     32: StreamTiles(32, 128, 128, 2, 8),
     64: StreamTiles(64, 128, 128, 2, 4),
 }
+# of e4m3: a tile has twice the columns, as many bytes
+_FP8 = {
+    8: StreamTiles(8, 64, 256, 6, 4),
+    16: StreamTiles(16, 64, 256, 5, 4),
+    32: StreamTiles(32, 64, 256, 4, 4, lag=1),
+    64: StreamTiles(64, 64, 128, 6, 4, lag=1),
+    128: StreamTiles(128, 64, 128, 4, 4, lag=1),
+}
+_FP8_GATED = {
+    8: StreamTiles(8, 64, 128, 6, 4),
+    16: StreamTiles(16, 64, 128, 6, 4),
+    32: StreamTiles(32, 64, 128, 5, 4, lag=1),
+    64: StreamTiles(64, 64, 128, 4, 4, lag=1),
+    128: StreamTiles(128, 64, 128, 3, 4, lag=1),
+}
 
 
 def can_stream(x: Tensor, weight: Tensor) -> bool:
@@ -70,9 +87,11 @@ def can_stream(x: Tensor, weight: Tensor) -> bool:
     most = MOST_ROWS if len(weight) < _WIDE else min(MOST_ROWS, _WIDE_MOST_ROWS)
     return (
         1 <= len(x) <= most
-        and x.dtype == weight.dtype == torch.bfloat16
+        and x.dtype == weight.dtype
+        and x.dtype in (torch.bfloat16, E4M3)
         and weight.numel() >= _LEAST_WEIGHTS
-        and weight.shape[1] % 8 == 0
+        # addresses of rows are multiples of 16 bytes
+        and weight.shape[1] * weight.itemsize % 16 == 0
         and x.is_contiguous()
         and weight.is_contiguous()
         and _is_hopper(x.device)
@@ -81,10 +100,18 @@ def can_stream(x: Tensor, weight: Tensor) -> bool:
 
 @functools.cache
 def stream_tiles(
-    num_rows: int, width: int, size: int, parts: bool = False, gated: bool = False
+    num_rows: int,
+    width: int,
+    size: int,
+    parts: bool = False,
+    gated: bool = False,
+    fp8: bool = False,
 ) -> StreamTiles:
     """Tiles for `[num_rows, size] @ [width, size].T`; in parts of `size` only if `parts`."""
     rows = max(8, 1 << (num_rows - 1).bit_length())
+    if fp8:
+        splits = min(_SPLITS[rows], max(size // _LEAST_PART, 1)) if parts else 1
+        return replace((_FP8_GATED if gated else _FP8)[rows], splits=splits)
     if gated:
         return _GATED[rows]
     if width >= _WIDE and rows in _HEAD:

@@ -197,7 +197,9 @@ class TorchOps:
         return self.silu_mul(functional.linear(x, weight))
 
     quantise_rows = staticmethod(fp8_tensor.quantise_rows)
-    silu_mul_fp8 = staticmethod(fp8_tensor.silu_mul_fp8)
+    rms_norm_fp8 = staticmethod(fp8_tensor.rms_norm_fp8)
+    add_rms_norm_fp8 = staticmethod(fp8_tensor.add_rms_norm_fp8)
+    fp8_gated_linear = staticmethod(fp8_tensor.fp8_gated_linear)
     fp8_linear = staticmethod(fp8_tensor.fp8_linear)
     fp8_linear_parts = staticmethod(fp8_tensor.fp8_linear_parts)
     read_rows = staticmethod(reference.read_rows)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from diptych.kernels.attention_spec import PrefillAttention
 from diptych.kernels.decode_rows import advance_rows, read_rows, write_rows
-from diptych.kernels.fp8_linear import fp8_linear, fp8_linear_parts
+from diptych.kernels.fp8_linear import fp8_gated_linear, fp8_linear, fp8_linear_parts
 from diptych.kernels.linear import gated_linear, linear, linear_parts
 from diptych.kernels.paged_decode_attention import paged_decode_attention
 from diptych.kernels.paged_prefill_attention import paged_prefill_attention
-from diptych.kernels.quantise_rows import quantise_rows, silu_mul_fp8
-from diptych.kernels.rms_norm import add_rms_norm, rms_norm
+from diptych.kernels.quantise_rows import quantise_rows
+from diptych.kernels.rms_norm import add_rms_norm, add_rms_norm_fp8, rms_norm, rms_norm_fp8
 from diptych.kernels.rope import rope
 from diptych.kernels.rope_store_kv import rope_store_kv
 from diptych.kernels.sample_rows import sample_rows
@@ -36,7 +36,9 @@ class TritonOps:
     linear_parts = staticmethod(linear_parts)
     gated_linear = staticmethod(gated_linear)
     quantise_rows = staticmethod(quantise_rows)
-    silu_mul_fp8 = staticmethod(silu_mul_fp8)
+    rms_norm_fp8 = staticmethod(rms_norm_fp8)
+    add_rms_norm_fp8 = staticmethod(add_rms_norm_fp8)
+    fp8_gated_linear = staticmethod(fp8_gated_linear)
     fp8_linear = staticmethod(fp8_linear)
     fp8_linear_parts = staticmethod(fp8_linear_parts)
     read_rows = staticmethod(read_rows)

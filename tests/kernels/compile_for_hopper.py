@@ -11,7 +11,13 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime.jit import JITFunction
 
-from diptych.kernels import early_start, paged_decode_attention, stream_tiles
+from diptych.kernels import (
+    early_start,
+    fp8_linear,
+    paged_decode_attention,
+    quantise_rows,
+    stream_tiles,
+)
 from diptych.kernels.fp8_tensor import E4M3, Fp8Tensor
 from diptych.kernels.hopper_prefill_attention import hopper_prefill_attention
 from diptych.kernels.sampling_tables import make_tables
@@ -85,7 +91,10 @@ def launch_all(dtype: torch.dtype, heads: int, kv_heads: int, dim: int, size: in
     launch_linears(ops, dtype)
     for tile in (0, 128):
         ops.quantise_rows(empty(tokens, 4096), tile)
-        ops.silu_mul_fp8(empty(tokens, 2 * 14336), tile)
+        quantise_rows.silu_mul_fp8(empty(tokens, 2 * 14336), tile)
+        ops.rms_norm_fp8(empty(tokens, 4096), empty(4096), 1e-5, tile)
+        parts = empty(4, tokens, 4096, dtype=torch.float32)
+        ops.add_rms_norm_fp8(parts, empty(tokens, 4096), empty(4096), 1e-5, tile)
     rows = positions[:8]
     state = (rows, rows, rows)
     inputs = ops.read_rows(rows, *state, tables, size, 32)
@@ -111,11 +120,13 @@ def launch_fp8_linear(ops: TritonOps, dtype: torch.dtype, tile: int) -> None:
     for rows, columns in ((4096, 14336), (576, 512)):
         for tokens in (1, 64, 100):
             x, weight = matrix(tokens, columns, 1), matrix(rows, columns, tile or 1)
-            # many rows of bfloat16 would be torch's, which has no CUDA kernel here
-            few = tokens <= 64 or tile or dtype != torch.bfloat16
-            if few:
-                ops.fp8_linear(x, weight, dtype, torch.empty(rows, dtype=dtype, device="meta"))
-                ops.fp8_linear_parts(x, weight, dtype)
+            bias = torch.empty(rows, dtype=dtype, device="meta")
+            ops.fp8_linear(x, weight, dtype, bias)
+            ops.fp8_linear_parts(x, weight, dtype)
+            ops.fp8_gated_linear(x, weight, dtype, tile)
+            # where it does not stream
+            fp8_linear._launch(x, weight, bias, dtype, 1)
+            fp8_linear._launch(x, weight, None, torch.float32, 2)
 
 
 def launch_linears(ops: TritonOps, dtype: torch.dtype) -> None:

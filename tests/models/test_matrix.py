@@ -44,4 +44,4 @@ def test_a_gated_matrix_combines_its_halves_packed_or_not(tokens: int) -> None:
     gate, up = (x @ weight.T).chunk(2, dim=-1)
     for matrix in (PackedMatrix(OPS, weight), PlainMatrix(OPS, weight)):
         expected = torch.nn.functional.silu(gate) * up
-        torch.testing.assert_close(matrix.gated(x), expected, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(matrix.gated(x, None), expected, rtol=1e-4, atol=1e-5)

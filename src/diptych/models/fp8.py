@@ -9,61 +9,72 @@ from torch import Tensor
 
 from diptych.errors import ModelLoadError
 from diptych.kernels.dispatch import Ops
-from diptych.kernels.fp8_tensor import E4M3, TILE, Fp8Tensor, dequantise, quantise_rows
+from diptych.kernels.fp8_tensor import E4M3, TILE, Fp8Tensor, Rows, dequantise, quantise_rows
 from diptych.models.fp8_scheme import Fp8Scheme
 from diptych.models.loader import Weights
 from diptych.models.matrix import Matrix, make_matrix
 
 
 class Fp8Matrix:
-    """The weight as it lies, for devices that multiply e4m3."""
+    """The weight as it lies, for devices that multiply e4m3; results are of `dtype`."""
 
-    def __init__(self, ops: Ops, weight: Fp8Tensor, bias: Tensor | None = None) -> None:
+    def __init__(
+        self, ops: Ops, weight: Fp8Tensor, bias: Tensor | None, dtype: torch.dtype
+    ) -> None:
         self._ops = ops
         self._weight = weight
         self._bias = bias
-        self._tile = TILE if weight.is_tiled else 0
+        self._dtype = dtype
+        self.tile = TILE if weight.is_tiled else 0
 
-    def __call__(self, x: Tensor) -> Tensor:
-        rows = self._ops.quantise_rows(x, self._tile)
-        return self._ops.fp8_linear(rows, self._weight, x.dtype, self._bias)
+    def __call__(self, x: Rows) -> Tensor:
+        return self._ops.fp8_linear(self._rounded(x), self._weight, self._dtype, self._bias)
 
-    def in_parts(self, x: Tensor) -> Tensor:
+    def in_parts(self, x: Rows) -> Tensor:
         if self._bias is not None:
             return self(x)
-        rows = self._ops.quantise_rows(x, self._tile)
-        return self._ops.fp8_linear_parts(rows, self._weight, x.dtype)
+        return self._ops.fp8_linear_parts(self._rounded(x), self._weight, self._dtype)
 
-    def gated(self, x: Tensor) -> Tensor:
-        return self._ops.silu_mul(self(x))
+    def gated(self, x: Rows, tile: int | None) -> Rows:
+        if self._bias is None:
+            return self._ops.fp8_gated_linear(self._rounded(x), self._weight, self._dtype, tile)
+        y = self._ops.silu_mul(self(x))
+        return y if tile is None else self._ops.quantise_rows(y, tile)
+
+    def _rounded(self, x: Rows) -> Fp8Tensor:
+        return self._ops.quantise_rows(x, self.tile) if isinstance(x, Tensor) else x
 
 
 class EmulatedFp8Matrix:
     """The same numbers for a CPU: what was rounded is multiplied as floats."""
 
-    def __init__(self, ops: Ops, weight: Fp8Tensor, bias: Tensor | None, dtype: torch.dtype):
+    def __init__(
+        self, ops: Ops, weight: Fp8Tensor, bias: Tensor | None, dtype: torch.dtype
+    ) -> None:
         self._ops = ops
         self._matrix = make_matrix(ops, dequantise(weight).to(dtype), bias)
-        self._tile = TILE if weight.is_tiled else 0
+        self._dtype = dtype
+        self.tile = TILE if weight.is_tiled else 0
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Rows) -> Tensor:
         return self._matrix(self._rounded(x))
 
-    def in_parts(self, x: Tensor) -> Tensor:
+    def in_parts(self, x: Rows) -> Tensor:
         return self._matrix.in_parts(self._rounded(x))
 
-    def gated(self, x: Tensor) -> Tensor:
-        return self._matrix.gated(self._rounded(x))
+    def gated(self, x: Rows, tile: int | None) -> Rows:
+        return self._matrix.gated(self._rounded(x), tile)
 
-    def _rounded(self, x: Tensor) -> Tensor:
-        return dequantise(self._ops.quantise_rows(x, self._tile)).to(x.dtype)
+    def _rounded(self, x: Rows) -> Tensor:
+        rows = self._ops.quantise_rows(x, self.tile) if isinstance(x, Tensor) else x
+        return dequantise(rows).to(self._dtype)
 
 
 def make_fp8_matrix(ops: Ops, weight: Fp8Tensor, bias: Tensor | None, dtype: torch.dtype) -> Matrix:
     """The matrix of `weight`, `[N, K]`, for inputs of `dtype`."""
     if weight.values.device.type == "cpu":
         return EmulatedFp8Matrix(ops, weight, bias, dtype)
-    return Fp8Matrix(ops, weight, bias)
+    return Fp8Matrix(ops, weight, bias, dtype)
 
 
 def load_fp8(

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from diptych.errors import ModelLoadError
 from diptych.kernels.dispatch import Ops
+from diptych.kernels.fp8_tensor import Rows
 from diptych.models.config import ModelConfig
 from diptych.models.fp8 import load_fp8, make_fp8_matrix
 from diptych.models.loader import Weights
@@ -111,7 +112,11 @@ def load_matrix(
 
 
 class Attention:
-    """Grouped-query attention over the paged cache."""
+    """Grouped-query attention over the paged cache.
+
+    Attributes:
+        tile: of its input, as `Matrix.tile`.
+    """
 
     def __init__(self, config: ModelConfig, weights: Weights, ops: Ops, prefix: str) -> None:
         heads, kv_heads, dim = config.num_heads, config.num_kv_heads, config.head_dim
@@ -125,6 +130,7 @@ class Attention:
         if config.attention_bias and f"{names[0]}.bias" not in weights:
             raise ModelLoadError(f"{config.path} has no tensor {names[0]}.bias")
         self._qkv = load_matrix(ops, weights, names, self._rows, config.hidden_size)
+        self.tile = self._qkv.tile
         out = [f"{prefix}.o_proj"]
         self._out = load_matrix(ops, weights, out, [config.hidden_size], heads * dim)
         self._kv_scales = _kv_scales(weights, prefix)
@@ -133,9 +139,9 @@ class Attention:
             self._q_norm = weights.load([f"{prefix}.q_norm.weight"], [dim])
             self._k_norm = weights.load([f"{prefix}.k_norm.weight"], [dim])
 
-    def queries(self, x: Tensor, batch: ForwardBatch, kv: KVView, cos_sin: Tensor) -> Tensor:
+    def queries(self, x: Rows, batch: ForwardBatch, kv: KVView, cos_sin: Tensor) -> Tensor:
         """Write keys and values of the step to the cache; its queries, `[T, H, D]`."""
-        tokens = x.shape[0]
+        tokens = len(batch.positions)
         q, k, v = torch.split(self._qkv(x), self._rows, dim=-1)
         return self._ops.rope_store_kv(
             q.view(tokens, self._heads, self._dim),
@@ -202,16 +208,21 @@ class Attention:
 
 
 class MLP:
-    """`down(silu(gate(x)) * up(x))`, maybe in parts (`Matrix.in_parts`)."""
+    """`down(silu(gate(x)) * up(x))`, maybe in parts (`Matrix.in_parts`).
+
+    Attributes:
+        tile: of its input, as `Matrix.tile`.
+    """
 
     def __init__(self, config: ModelConfig, weights: Weights, ops: Ops, prefix: str) -> None:
         inner, hidden = config.intermediate_size, config.hidden_size
         names = [f"{prefix}.gate_proj", f"{prefix}.up_proj"]
         self._gate_up = load_matrix(ops, weights, names, [inner, inner], hidden)
+        self.tile = self._gate_up.tile
         self._down = load_matrix(ops, weights, [f"{prefix}.down_proj"], [hidden], inner)
 
-    def __call__(self, x: Tensor) -> Tensor:
-        return self._down.in_parts(self._gate_up.gated(x))
+    def __call__(self, x: Rows) -> Tensor:
+        return self._down.in_parts(self._gate_up.gated(x, self._down.tile))
 
 
 def _kv_scales(weights: Weights, prefix: str) -> dict[str, float]:

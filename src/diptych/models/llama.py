@@ -25,6 +25,7 @@ from diptych.models.layers import (
 )
 from diptych.models.loader import Weights
 from diptych.models.matrix import make_matrix
+from diptych.models.norm import Norm
 
 
 class LayerHooks(Protocol):
@@ -39,12 +40,12 @@ class DecoderLayer:
 
     def __init__(self, config: ModelConfig, weights: Weights, ops: Ops, index: int) -> None:
         prefix, hidden = f"model.layers.{index}", config.hidden_size
-        self._ops = ops
-        self._eps = config.rms_norm_eps
-        self._norm = weights.load([f"{prefix}.input_layernorm.weight"], [hidden])
+        norm = weights.load([f"{prefix}.input_layernorm.weight"], [hidden])
         self._attention = Attention(config, weights, ops, f"{prefix}.self_attn")
-        self._post_norm = weights.load([f"{prefix}.post_attention_layernorm.weight"], [hidden])
+        post_norm = weights.load([f"{prefix}.post_attention_layernorm.weight"], [hidden])
         self._mlp = MLP(config, weights, ops, f"{prefix}.mlp")
+        self._norm = Norm(ops, norm, config.rms_norm_eps, self._attention.tile)
+        self._post_norm = Norm(ops, post_norm, config.rms_norm_eps, self._mlp.tile)
 
     def __call__(
         self,
@@ -58,10 +59,10 @@ class DecoderLayer:
         """The layer's contribution, maybe in parts, and the residual to add it to, `[T, N]`;
         or `[R, N]` of the `last` tokens."""
         if residual is None:
-            x, residual = self._ops.rms_norm(x, self._norm, self._eps), x
+            rows, residual = self._norm(x), x
         else:
-            x, residual = self._ops.add_rms_norm(x, residual, self._norm, self._eps)
-        q = self._attention.queries(x, batch, kv, cos_sin)
+            rows, residual = self._norm.add(x, residual)
+        q = self._attention.queries(rows, batch, kv, cos_sin)
         if last is None:
             x = self._attention.attend(q, batch.singles, batch.many, kv)
         else:
@@ -69,8 +70,8 @@ class DecoderLayer:
             if not len(last.index):
                 return residual, residual
             x = self._attention.attend(q[last.index], last.queries, None, kv)
-        x, residual = self._ops.add_rms_norm(x, residual, self._post_norm, self._eps)
-        return self._mlp(x), residual
+        rows, residual = self._post_norm.add(x, residual)
+        return self._mlp(rows), residual
 
 
 class Decoder:
