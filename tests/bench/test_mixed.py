@@ -24,7 +24,13 @@ def read(folder: Path) -> dict[str, Any]:
 
 
 def test_a_known_prefix_saves_its_time(tmp_path: Path, flags: list[str]) -> None:
-    lengths = ["--prefix-len=448", "--new-tokens=4", "--num-iters=3", "--thresholds"]
+    lengths = [
+        "--prefix-len=448",
+        "--new-tokens=4",
+        "--num-iters=3",
+        "--thresholds",
+        "--step-tokens",
+    ]
     assert main(["bench", "mixed", *flags, *lengths]) == 0
     found = read(tmp_path)["prefix"]
     assert len(found["cold_runs_s"]) == len(found["warm_runs_s"]) == 3
@@ -36,14 +42,17 @@ def test_each_threshold_has_its_gaps(
 ) -> None:
     prefix = ["--prefix-len=32", "--new-tokens=4", "--num-iters=1"]
     running = ["--num-running=3", "--context=8", "--prompt-len=200", "--arrivals=2"]
-    thresholds = ["--thresholds", "0", "50"]
+    thresholds = ["--thresholds", "0", "50", "--step-tokens", "103"]
     assert main(["bench", "mixed", *flags, *prefix, *running, *thresholds]) == 0
-    whole, chunked = read(tmp_path)["stalls"]
+    whole, chunked, small = read(tmp_path)["stalls"]
     assert whole["num_gaps"] == 2 * 3, "one step a prompt"
     assert chunked["num_gaps"] == 2 * 3 * 4, "four steps a prompt"
     assert whole["long_prefill_token_threshold"] == 0
     assert chunked["long_prefill_token_threshold"] == 50
-    for row in (whole, chunked):
+    # three tokens of each step are the running requests'
+    assert small["num_gaps"] == 2 * 3 * 2
+    assert (small["long_prefill_token_threshold"], small["max_num_batched_tokens"]) == (0, 103)
+    for row in (whole, chunked, small):
         assert 0 < row["p50_s"] <= row["p99_s"] <= row["max_s"]
     assert "tokens a step" in capsys.readouterr().out
 

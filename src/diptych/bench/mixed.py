@@ -47,9 +47,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--thresholds",
         type=int,
         nargs="*",
-        default=[0, 2048, 1024, 512, 256],
+        default=[0, 2048, 512],
         metavar="TOKENS",
         help="values of --long-prefill-token-threshold to compare; 0 sets none",
+    )
+    add(
+        "--step-tokens",
+        type=int,
+        nargs="*",
+        default=[2048, 512],
+        metavar="TOKENS",
+        help="lower values of --max-num-batched-tokens to compare, without a threshold",
     )
     add_engine_arguments(parser)
 
@@ -88,15 +96,21 @@ def _measure(args: argparse.Namespace, executor: UniprocExecutor) -> dict[str, A
     say(f"ms between tokens of {args.num_running} requests while {args.prompt_len} tokens arrive")
     head = ("p50 quiet", "p50", "p99", "max", "first token")
     say(f"{'threshold':>9} {'tokens a step':>13} " + " ".join(f"{name:>11}" for name in head))
-    for threshold in args.thresholds:
-        config = replace(executor.config, long_prefill_token_threshold=threshold)
+    for config in _configs(args, executor.config):
         gaps = traffic(config).stalls(
             args.num_running, args.context, args.prompt_len, args.arrivals
         )
         stalls.append(row := _stall_row(config, gaps))
         cells = " ".join(f"{row[name] * 1e3:11.2f}" for name in _CELLS)
+        threshold = config.long_prefill_token_threshold
         say(f"{threshold:9} {config.max_num_batched_tokens:13} {cells}")
     return {"prefix": prefix, "stalls": stalls}
+
+
+def _configs(args: argparse.Namespace, base: EngineConfig) -> list[EngineConfig]:
+    """What the rows of stalls try: the engine has room for each."""
+    thresholds = [replace(base, long_prefill_token_threshold=n) for n in args.thresholds]
+    return thresholds + [replace(base, max_num_batched_tokens=n) for n in args.step_tokens]
 
 
 def _prefix_row(args: argparse.Namespace, traffic: Traffic) -> dict[str, Any]:
