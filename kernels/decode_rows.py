@@ -7,6 +7,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from diptych.kernels.early_start import (
+    early_start,
+    let_next_kernel_start,
+    wait_for_earlier_kernels,
+)
 from diptych.kernels.row_inputs import RowInputs
 
 # rows of a program, and block-table entries copied at one time
@@ -32,7 +37,11 @@ def _read_kernel(
     width,
     BS: tl.constexpr,
     BN: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    if EARLY:
+        let_next_kernel_start()
+        wait_for_earlier_kernels()
     i_r = tl.program_id(0).to(tl.int64)
     row = tl.load(order + i_r)
     if row < 0:
@@ -59,7 +68,19 @@ def _read_kernel(
 
 
 @triton.jit(do_not_specialize=["count"])
-def _advance_kernel(order, sampled, last_tokens, positions, tokens, count, BN: tl.constexpr):
+def _advance_kernel(
+    order,
+    sampled,
+    last_tokens,
+    positions,
+    tokens,
+    count,
+    BN: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    if EARLY:
+        let_next_kernel_start()
+        wait_for_earlier_kernels()
     # [BN]
     o_r = tl.program_id(0) * BN + tl.arange(0, BN)
     m_r = o_r < count
@@ -130,6 +151,7 @@ def read_rows(
             BS=block_size,
             BN=ENTRIES,
             num_warps=2,
+            **early_start(order.device),
         )
     return RowInputs(ids, at, slots, outputs, lens, tables)
 
@@ -141,7 +163,15 @@ def advance_rows(
     count = len(order)
     if count:
         _advance_kernel[(triton.cdiv(count, ROWS),)](
-            order, sampled, last_tokens, positions, tokens, count, BN=ROWS, num_warps=4
+            order,
+            sampled,
+            last_tokens,
+            positions,
+            tokens,
+            count,
+            BN=ROWS,
+            num_warps=4,
+            **early_start(order.device),
         )
 
 

@@ -205,7 +205,7 @@ class UniprocExecutor:
         with self._refusing("max_num_batched_tokens or max_num_seqs"):
             if not self._captures:
                 return peak_memory(*sized)
-            return peak_memory(*sized) + self._graph_bytes(model, sampler, layout)
+            return peak_memory(*sized) + self._graph_bytes(tried, sampler, layout)
 
     def _graph_bytes(self, model: Decoder, sampler: Sampler, layout: KVLayout) -> int:
         """What graphs take, and the steps in them."""
