@@ -7,9 +7,20 @@ import sys
 
 import pytest
 
-COMMANDS = ("up", "serve", "router", "prefill", "decode", "worker", "kvstore", "chat", "config")
+COMMANDS = (
+    "up",
+    "serve",
+    "router",
+    "prefill",
+    "decode",
+    "worker",
+    "kvstore",
+    "chat",
+    "config",
+    "doctor",
+)
 
-BENCHES = ("latency", "throughput", "kernels", "kvstore")
+BENCHES = ("latency", "throughput", "kernels", "kvstore", "transport")
 HELPS = [[], *([name] for name in COMMANDS), ["bench"], *(["bench", name] for name in BENCHES)]
 
 

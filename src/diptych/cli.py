@@ -79,6 +79,7 @@ def _parser(argv: list[str]) -> argparse.ArgumentParser:
     command("kvstore", "a node of the KV store", _kvstore, "kvstore", "redis")
     _add_chat(commands)
     _add_config(commands)
+    _add_doctor(commands)
     _add_bench(commands, argv)
     return parser
 
@@ -100,6 +101,23 @@ def _add_config(commands: Any) -> None:
     show = actions.add_parser("show", help="print the values that flags, environment and file give")
     show.add_argument("--config", metavar="FILE", help="YAML file with one mapping per section")
     show.set_defaults(run=_config_show)
+
+
+def _add_doctor(commands: Any) -> None:
+    text = "look at this machine: GPUs, NIXL, transports, limits, ports, Redis"
+    doctor = commands.add_parser("doctor", help=text, description=text)
+    add = doctor.add_argument
+    add("--redis", default=None, help="redis:// URL that must answer")
+    add("--ports", type=int, nargs="*", default=[8000], help="ports that must be free")
+    add("--host", default="0.0.0.0", help="address that workers will listen on")
+    add(
+        "--transfers",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="test every transport between two processes",
+    )
+    add("--json", action="store_true", help="print JSON")
+    doctor.set_defaults(run=_doctor)
 
 
 def _add_bench(commands: Any, argv: list[str]) -> None:
@@ -186,6 +204,12 @@ def _chat(args: Any) -> int:
         temperature=args.temperature,
         api_key=args.api_key,
     )
+
+
+def _doctor(args: Any) -> int:
+    from diptych import doctor
+
+    return doctor.main(args)
 
 
 def _config_show(args: Any) -> int:

@@ -61,6 +61,8 @@ class KVLayout:
     block_size: int
     head_dim: int
     dtype: str
+    # the memfd that a CPU's cache lies in, for connectors that share it; the cache owns it
+    memfd: int | None = field(default=None, compare=False)
 
     @property
     def shape(self) -> tuple[int, int, int, int, int, int]:

@@ -27,7 +27,13 @@ from diptych.engine.device import (
 )
 from diptych.engine.graphs import GraphPool, batch_sizes, context_lengths, graph_bytes, mixed_sizes
 from diptych.engine.input_batch import InputBatch
-from diptych.engine.kv_cache import allocate, cpu_kv_bytes, gpu_kv_bytes, num_kv_blocks
+from diptych.engine.kv_cache import (
+    allocate,
+    allocate_shared,
+    cpu_kv_bytes,
+    gpu_kv_bytes,
+    num_kv_blocks,
+)
 from diptych.engine.runner import ModelRunner
 from diptych.engine.sampler import Sampler
 from diptych.engine.step import ModelRunnerOutput, SchedulerOutput, StepHandle
@@ -239,7 +245,10 @@ class UniprocExecutor:
     def _make_runner(
         self, model: Decoder, ops: Ops, batch: InputBatch, sampler: Sampler
     ) -> ModelRunner:
-        kv_cache = allocate(self._layout, self._device)
+        if self._connector is None:
+            kv_cache = allocate(self._layout, self._device)
+        else:
+            kv_cache, self._layout = allocate_shared(self._layout, self._device)
         with self._refusing("gpu_memory_utilization"):
             with self._watch.stage("warm-up"):
                 tried = model.first_layers(_TRIED_LAYERS)

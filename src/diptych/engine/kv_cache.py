@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from diptych.config import GIB, MIB, EngineConfig
 from diptych.connectors.base import KVLayout
+from diptych.connectors.transports.memory import HostMemory
 from diptych.errors import ConfigError
 
 # CUDA context, cuBLAS workspaces and fragmentation, which the allocator does not count
@@ -40,10 +42,32 @@ def allocate(layout: KVLayout, device: torch.device) -> Tensor:
         # numpy's zeros are fresh pages, taken when first written; torch's are written at once
         raw = np.zeros(size, np.uint8)
     except (MemoryError, ValueError, torch.OutOfMemoryError):
-        raise ConfigError(
-            f"a KV cache of {layout.num_blocks} blocks, {size / GIB:.1f} GiB, does not fit {device}"
-        ) from None
+        raise _too_large(layout, size, device) from None
     return torch.from_numpy(raw).view(dtype).view(layout.shape)
+
+
+def allocate_shared(layout: KVLayout, device: torch.device) -> tuple[Tensor, KVLayout]:
+    """As `allocate`, and the layout that says where: on a CPU in a memfd, as fresh as other pages,
+    which peers of this host can map.
+
+    Raises:
+        ConfigError: there is not that much memory.
+    """
+    if device.type != "cpu":
+        return allocate(layout, device), layout
+    size = layout.num_blocks * block_bytes(layout)
+    try:
+        memory = HostMemory.shared(size)
+    except (OSError, ValueError):
+        raise _too_large(layout, size, device) from None
+    tensor = torch.from_numpy(memory.array).view(torch_dtype(layout)).view(layout.shape)
+    return tensor, replace(layout, memfd=memory.fd)
+
+
+def _too_large(layout: KVLayout, size: int, device: torch.device) -> ConfigError:
+    return ConfigError(
+        f"a KV cache of {layout.num_blocks} blocks, {size / GIB:.1f} GiB, does not fit {device}"
+    )
 
 
 def cpu_kv_bytes(config: EngineConfig) -> tuple[int, str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
+import weakref
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -33,6 +34,7 @@ class HostMemory:
         self.num_bytes = array.nbytes
         self.address = int(array.ctypes.data)
         self.view = array.data
+        self._close_fd: weakref.finalize[..., mmap.mmap] | None = None
 
     @classmethod
     def shared(cls, num_bytes: int, name: str = "diptych-kv") -> HostMemory:
@@ -50,7 +52,10 @@ class HostMemory:
         except BaseException:
             os.close(fd)
             raise
-        return cls(np.frombuffer(mapped, np.uint8), fd)
+        memory = cls(np.frombuffer(mapped, np.uint8), fd)
+        # the descriptor goes with the last view of the pages, a tensor's included
+        memory._close_fd = weakref.finalize(mapped, os.close, fd)
+        return memory
 
     @classmethod
     def of_tensor(cls, tensor: Tensor, fd: int | None = None) -> HostMemory:
@@ -66,10 +71,10 @@ class HostMemory:
         self.view[offset : offset + len(source)] = source
 
     def close(self) -> None:
-        """Give the descriptor back; the pages live as long as somebody maps them."""
-        if self.fd is not None:
-            os.close(self.fd)
-            self.fd = None
+        """Give the descriptor back now; the pages live as long as somebody maps them."""
+        if self._close_fd is not None:
+            self._close_fd()
+        self.fd = None
 
 
 class DeviceMemory:
