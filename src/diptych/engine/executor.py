@@ -7,6 +7,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -206,9 +207,9 @@ class UniprocExecutor:
 
     def _gpu_bytes(self, model: Decoder, sampler: Sampler, layout: KVLayout) -> int:
         """What weights, activations and graphs take at their peak."""
-        tried = model.first_layers(_TRIED_LAYERS)
-        sized = (tried, sampler, layout, self._config, self.max_model_len, self._device)
-        with self._refusing("max_num_batched_tokens or max_num_seqs"):
+        sized = (model, sampler, layout, self._config, self.max_model_len, self._device)
+        fits = self._refusing("max_num_batched_tokens or max_num_seqs")
+        with fits, model.only_first_layers(_TRIED_LAYERS):
             if not self._captures:
                 return peak_memory(*sized)
             return peak_memory(*sized) + self._graph_bytes(tried, sampler, layout)
@@ -250,9 +251,8 @@ class UniprocExecutor:
         else:
             kv_cache, self._layout = allocate_shared(self._layout, self._device)
         with self._refusing("gpu_memory_utilization"):
-            with self._watch.stage("warm-up"):
-                tried = model.first_layers(_TRIED_LAYERS)
-                warm_up(tried, sampler, kv_cache, self._layout, self._warm_up_shapes())
+            with self._watch.stage("warm-up"), model.only_first_layers(_TRIED_LAYERS):
+                warm_up(model, sampler, kv_cache, self._layout, self._warm_up_shapes())
             captured: tuple[CapturedDecode | None, CapturedMixed | None] = (None, None)
             if self._captures:
                 captured = self._capture(model, ops, kv_cache, batch, sampler)
@@ -283,7 +283,8 @@ class UniprocExecutor:
     def _capture(
         self, model: Decoder, ops: Ops, kv_cache: Tensor, batch: InputBatch, sampler: Sampler
     ) -> tuple[CapturedDecode, CapturedMixed | None]:
-        capture, max_model_len = GraphPool(self._device), self.max_model_len
+        trial = partial(model.only_first_layers, _TRIED_LAYERS)
+        capture, max_model_len = GraphPool(self._device, trial), self.max_model_len
         with self._watch.stage("graphs"):
             decode = capture_decode(
                 model,

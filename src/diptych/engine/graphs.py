@@ -11,6 +11,7 @@ import logging
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import NamedTuple, Protocol
 
@@ -82,9 +83,17 @@ class GraphPool:
     """`Capture` as CUDA graphs over one memory pool, on one stream.
 
     Capture larger steps first: smaller ones then live in what those left.
+
+    Args:
+        trial: what a step is run in before it is captured; it may leave out what is repeated.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        trial: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
+        self._trial = trial
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._pool = torch.cuda.graph_pool_handle()
 
@@ -92,7 +101,8 @@ class GraphPool:
         self._stream.wait_stream(torch.cuda.current_stream())
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(self._stream):
-            run()  # compiles kernels and makes workspaces, which capture may not
+            with self._trial():
+                run()  # compiles kernels and makes workspaces, which capture may not
             self._stream.synchronize()
             # transfer threads may go on calling CUDA
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
