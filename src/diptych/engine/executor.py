@@ -212,7 +212,7 @@ class UniprocExecutor:
         with fits, model.only_first_layers(_TRIED_LAYERS):
             if not self._captures:
                 return peak_memory(*sized)
-            return peak_memory(*sized) + self._graph_bytes(tried, sampler, layout)
+            return peak_memory(*sized) + self._graph_bytes(model, sampler, layout)
 
     def _graph_bytes(self, model: Decoder, sampler: Sampler, layout: KVLayout) -> int:
         """What graphs take, and the steps in them."""
