@@ -35,7 +35,7 @@ KINDS = [
     {"temperature": 1.0, "top_k": 50, "min_p": 0.01},
     {"temperature": 0.8, "top_p": 0.9, "top_k": 400, "logprobs": 20},
     {"temperature": 0.0, "presence_penalty": 0.5, "frequency_penalty": 0.5},
-    {"temperature": 1.0, "repetition_penalty": 1.3, "min_tokens": 20},
+    {"temperature": 1.0, "repetition_penalty": 1.3, "min_tokens": 5},
     {"temperature": 1.0, "logit_bias": {5: 2.0}, "allowed_token_ids": list(range(2000))},
 ]
 
