@@ -224,6 +224,7 @@ class Dispatcher:
             eos_token_ids=request.eos_token_ids,
             priority=request.priority,
             cache_salt=request.cache_salt,
+            tenant=request.tenant,
             handoff_out=attempt.stage is Stage.PREFILL,
             handoff_in=None if attempt.commit is None else commit_to_proto(attempt.commit),
         )

@@ -37,11 +37,11 @@ class Front(inference_pb2_grpc.InferenceServicer):
 
     async def Generate(self, request: inference_pb2.GenerateRequest, context: Any) -> None:
         """Stream one completion. A call cancelled, late or not read ends everywhere."""
-        metadata = self._check_caller(context)
+        metadata, tenant = self._check_caller(context)
         given = metadata.get("x-request-id")
         request_id = client_request_id(given, self._served.clock.new_id())
         await context.send_initial_metadata([("x-request-id", request_id)])
-        call = self._call(request, context.time_remaining())
+        call = self._call(request, tenant, context.time_remaining())
         answer = _Answer(
             request_id=request_id,
             model=self._served.model(request.model),
@@ -65,13 +65,13 @@ class Front(inference_pb2_grpc.InferenceServicer):
             ]
         )
 
-    def _check_caller(self, context: Any) -> dict[str, str]:
+    def _check_caller(self, context: Any) -> tuple[dict[str, str], str]:
+        """The call's metadata, and the name of its API key; empty where none are in use."""
         metadata = {k: v for k, v in context.invocation_metadata() or () if isinstance(v, str)}
-        self._served.keys.check(metadata.get("authorization"))
-        return metadata
+        return metadata, self._served.keys.check(metadata.get("authorization")) or ""
 
     def _call(
-        self, request: inference_pb2.GenerateRequest, remaining_s: float | None
+        self, request: inference_pb2.GenerateRequest, tenant: str, remaining_s: float | None
     ) -> GenerationCall:
         if request.ByteSize() > self._max_request_bytes:
             raise RequestTooLargeError(f"a request has at most {self._max_request_bytes} bytes")
@@ -90,6 +90,7 @@ class Front(inference_pb2_grpc.InferenceServicer):
             sampling=sampling,
             priority=request.priority,
             cache_salt=check_cache_salt(salt),
+            tenant=tenant,
             timeout_s=remaining_s,
         )
 

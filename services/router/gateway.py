@@ -36,6 +36,7 @@ RETRY_AFTER_S = 1
 BODY_TIMEOUT_S = 60.0
 WRITE_TIMEOUT_S = 60.0
 _REQUEST_ID = web.RequestKey("request_id", str)
+_TENANT = web.RequestKey("tenant", str)
 _DONE = b"data: [DONE]\n\n"
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -96,10 +97,12 @@ class Gateway:
         """Give every request an id, check its key, and put every error into OpenAI form."""
         fresh = self._served.clock.new_id()
         request[_REQUEST_ID] = fresh
+        request[_TENANT] = ""
         try:
             request[_REQUEST_ID] = client_request_id(request.headers.get(HEADER), fresh)
             if request.path.startswith("/v1/"):
-                self._served.keys.check(request.headers.get("Authorization"))
+                name = self._served.keys.check(request.headers.get("Authorization"))
+                request[_TENANT] = name or ""
             response = await handler(request)
         except web.HTTPException as error:
             if error.status < 400:
@@ -193,6 +196,7 @@ class Gateway:
                 sampling=api.sampling,
                 priority=api.priority,
                 cache_salt=api.cache_salt,
+                tenant=request[_TENANT],
             )
             for prompt in api.prompts
         ]

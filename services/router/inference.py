@@ -27,13 +27,15 @@ _TOKENISER_THREADS = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationCall:
-    """One prompt with all that decides its answer. `timeout_s` None: the router's own."""
+    """One prompt with all that decides its answer. `timeout_s` None: the router's own. `tenant` is
+    the name of the API key: whose quota in the KV store is charged."""
 
     request_id: str
     prompt: Prompt
     sampling: SamplingParams
     priority: int = 0
     cache_salt: str | None = None
+    tenant: str = ""
     timeout_s: float | None = None
 
 
@@ -161,6 +163,7 @@ class Inference:
             priority=call.priority,
             arrival_time_s=self._clock.unix(),
             cache_salt=call.cache_salt,
+            tenant=call.tenant,
         )
         last = started
         async with self._dispatcher.run(engine_request, started + timeout_s) as tokens:

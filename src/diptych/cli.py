@@ -22,6 +22,7 @@ _BENCHES = (
     "kernels",
     "quality",
     "kvstore",
+    "prefix",
     "transport",
     "up",
 )
@@ -77,11 +78,20 @@ def _parser(argv: list[str]) -> argparse.ArgumentParser:
     command("decode", "a decode worker", _decode, "worker", "engine", "redis")
     command("worker", "an aggregated worker", _worker, "worker", "engine", "redis")
     command("kvstore", "a node of the KV store", _kvstore, "kvstore", "redis")
+    _add_store(commands)
     _add_chat(commands)
     _add_config(commands)
     _add_doctor(commands)
     _add_bench(commands, argv)
     return parser
+
+
+def _add_store(commands: Any) -> None:
+    from diptych import store_admin
+
+    store_admin.add_arguments(
+        commands.add_parser("store", help="look into the KV store and tidy it")
+    )
 
 
 def _add_chat(commands: Any) -> None:

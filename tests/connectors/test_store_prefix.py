@@ -44,6 +44,8 @@ class Answers:
         self.calls = 0
 
     def exists_many(self, keys: Sequence[bytes], timeout_s: float | None = None) -> list[bool]:
+        if keys == [bytes(32)]:
+            return [False]  # only whether somebody is there
         self.calls += 1
         self.may_answer.wait(5)
         if self.error is not None:

@@ -242,7 +242,11 @@ async def test_keys_are_checked_and_read_again(model: Path, tmp_path: Path) -> N
             assert status == 401
             assert error["error"]["code"] == "invalid_api_key"
         good = {"Authorization": "Bearer secret-1"}
+        # a client cannot say who it is but by its key
+        named = {**body, "tenant": "bob"}
+        assert (await router.post("/v1/completions", named, headers=good))[0] in (200, 400)
         assert (await router.post("/v1/completions", body, headers=good))[0] == 200
+        assert {submit.tenant for submit in worker.submits} == {"alice"}
         assert (await router.get("/readyz"))[0] == 200
 
 

@@ -56,12 +56,14 @@ async def test_a_submit_reaches_the_engine_as_it_was_meant() -> None:
             eos_token_ids=[0],
             priority=-3,
             cache_salt="salt",
+            tenant="alice",
             handoff_in=commit_to_proto(commit),
         )
         await router.submit("b", handoff_out=True)
         a, b = worker.engine.requests["a#2"], worker.engine.requests["b#1"]
     assert (a.prompt_token_ids, a.output_token_ids, a.eos_token_ids) == ([1, 2, 3], [9], [0])
     assert (a.priority, a.cache_salt, a.sampling_params.max_tokens) == (-3, "salt", 8)
+    assert (a.tenant, b.tenant) == ("alice", "")
     assert a.kv_transfer_params is not None
     assert a.kv_transfer_params.commit == commit
     assert b.kv_transfer_params is not None

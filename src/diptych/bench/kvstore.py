@@ -7,13 +7,10 @@ that copies, and what makes figures of different machines comparable.
 from __future__ import annotations
 
 import argparse
-import multiprocessing
 import os
-import socket
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,13 +19,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from diptych.bench.offline import report, say
-from diptych.config import MIB, KVStoreConfig, RedisConfig
+from diptych.bench.store_node import running_node
+from diptych.config import MIB
 from diptych.connectors.store_client import StoreClient
 from diptych.connectors.store_results import GetResult, Outcome, PutItem, PutResult
 from diptych.errors import UnavailableError
-from diptych.launcher.child import free_ports
 
-_START_TIMEOUT_S = 30.0
 Buffer = NDArray[np.uint8]
 
 
@@ -47,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     """Measure, print, report."""
     rows = []
-    with _running_node(4 * args.set_bytes) as address:
+    with running_node(4 * args.set_bytes) as address:
         for transport in args.transport:
             client = StoreClient(address, transport=transport, timeout_s=60.0)
             for object_bytes in args.object_bytes:
@@ -128,34 +124,3 @@ def _timed(step: Callable[[], None]) -> float:
     start = time.perf_counter()
     step()
     return time.perf_counter() - start
-
-
-@contextmanager
-def _running_node(pool_bytes: int) -> Iterator[str]:
-    """A node in a process of its own; yields its address."""
-    from diptych.services.kvstore.main import run as run_kvstore  # not for the help
-
-    [port] = free_ports(1)
-    config = KVStoreConfig(port=port, pool_bytes=pool_bytes)
-    process = multiprocessing.get_context("spawn").Process(
-        target=run_kvstore, args=(config, RedisConfig())
-    )
-    process.start()
-    try:
-        _wait_until_open(port)
-        yield f"127.0.0.1:{port}"
-    finally:
-        process.terminate()
-        process.join()
-
-
-def _wait_until_open(port: int) -> None:
-    deadline = time.monotonic() + _START_TIMEOUT_S
-    while time.monotonic() < deadline:
-        try:
-            socket.create_connection(("127.0.0.1", port), 1.0).close()
-        except OSError:
-            time.sleep(0.02)
-        else:
-            return
-    raise UnavailableError("the store did not start")

@@ -13,9 +13,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from diptych.hashing import HASH_BYTES
+
 logger = logging.getLogger(__name__)
 
 _MAX_QUEUED = 4096
+_CONNECT_S = 2.0
 
 
 class Existence(Protocol):
@@ -88,7 +91,7 @@ class PrefixLookup:
         self._thread.join(5.0)
 
     def _run(self) -> None:
-        store: Existence | None = None
+        store = self._connected()
         while True:
             with self._wake:
                 while not (self._queue or self._closing):
@@ -106,6 +109,16 @@ class PrefixLookup:
         if store is not None:
             with contextlib.suppress(Exception):
                 store.close()
+
+    def _connected(self) -> Existence | None:
+        """Open and ask once, so that the first request finds the way open."""
+        try:
+            store = self._open_store()
+            store.exists_many([bytes(HASH_BYTES)], _CONNECT_S)
+            return store
+        except Exception as error:
+            logger.warning("the KV store cannot be asked for prefixes yet: %s", error)
+            return None
 
     def _answer(self, store: Existence, questions: list[_Question]) -> None:
         keys = [key for question in questions for key in question.keys]

@@ -1,0 +1,233 @@
+"""`diptych store`: what an operator asks of the store's nodes, and tells them."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from diptych.errors import ConfigError, InvalidRequestError, TransferError, UnavailableError
+
+if TYPE_CHECKING:
+    from diptych.connectors.store_client import StoreClient
+    from diptych.connectors.store_cluster import StoreCluster
+
+_TIMEOUT_S = 10.0
+_CHECK_S = 120.0
+_PAGE = 4096
+# A check reads every byte: a few at a time keep each call short.
+_CHECK_BATCH = 64
+_LEVELS = {"none": "PIN_LEVEL_NONE", "soft": "PIN_LEVEL_SOFT", "hard": "PIN_LEVEL_HARD"}
+_COLUMNS = {
+    "objects": "num_objects",
+    "used": "used_bytes",
+    "pool": "pool_bytes",
+    "on disk": "num_disk_objects",
+    "disk used": "disk_used_bytes",
+    "hits": "hits_total",
+    "misses": "misses_total",
+    "evicted": "evictions_total",
+    "corrupt": "corrupt_total",
+}
+
+
+def add_arguments(store: argparse.ArgumentParser) -> None:
+    """The actions and their flags."""
+    actions = store.add_subparsers(metavar="ACTION", required=True)
+
+    def action(name: str, text: str) -> argparse.ArgumentParser:
+        sub = actions.add_parser(name, help=text, description=text)
+        sub.add_argument(
+            "--kvstore",
+            default=os.environ.get("DIPTYCH_KVSTORE"),
+            help="host:port of the nodes, comma-separated",
+        )
+        sub.add_argument(
+            "--redis",
+            default=os.environ.get("DIPTYCH_REDIS"),
+            help="redis:// URL of the registry that knows the nodes",
+        )
+        sub.add_argument("--registry-prefix", default="diptych", help="prefix of its keys")
+        sub.set_defaults(run=run, action=name)
+        return sub
+
+    ls = action("ls", "list objects: node, key, bytes, tier")
+    ls.add_argument("--limit", type=int, default=1000, help="most objects; 0: all")
+    stats = action("stats", "what each node holds and has done")
+    stats.add_argument("--json", action="store_true", help="all counters, one object a node")
+    evict = action("evict", "remove objects from all nodes and tiers")
+    evict.add_argument("keys", nargs="*", metavar="KEY", help="in hex")
+    evict.add_argument("--all", action="store_true", help="everything")
+    verify = action("verify", "read objects again and remove those that are damaged")
+    verify.add_argument("keys", nargs="*", metavar="KEY", help="in hex; all if absent")
+    pin = action("pin", "keep objects in memory, or let them go again")
+    pin.add_argument("keys", nargs="+", metavar="KEY", help="in hex")
+    pin.add_argument("--level", choices=list(_LEVELS), default="soft", help="hard: never evicted")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Do one action on all nodes; 1 where a node did not answer or something was damaged."""
+    from diptych.connectors.store_settings import StoreSettings  # not for the help
+
+    if not (args.kvstore or args.redis):
+        raise ConfigError("name the store with --kvstore HOST:PORT or --redis URL")
+    settings = StoreSettings(
+        kvstore=args.kvstore or "",
+        redis="" if args.kvstore else args.redis,
+        registry_prefix=args.registry_prefix,
+    )
+    cluster = settings.open(timeout_s=_TIMEOUT_S)
+    try:
+        return _ACTIONS[args.action](cluster, args)
+    finally:
+        cluster.close()
+
+
+def _stats(cluster: StoreCluster, args: argparse.Namespace) -> int:
+    from diptych.proto import kvstore_pb2 as pb
+
+    rows, failed = [], 0
+    for node_id, client in _clients(cluster).items():
+        try:
+            stats = client.ask("GetStats", pb.GetStatsRequest())
+        except TransferError as error:
+            failed = _complain(error)
+            continue
+        if args.json:
+            values = {f.name: getattr(stats, f.name) for f in stats.DESCRIPTOR.fields}
+            values["tenant_bytes"] = dict(stats.tenant_bytes)
+            _say(json.dumps({"node": node_id, **values}))
+        else:
+            rows.append([node_id, *(str(getattr(stats, f)) for f in _COLUMNS.values())])
+    if rows:
+        _table([["node", *_COLUMNS], *rows])
+    return failed
+
+
+def _ls(cluster: StoreCluster, args: argparse.Namespace) -> int:
+    count = failed = 0
+    for node_id, client in _clients(cluster).items():
+        try:
+            for item in _objects(client):
+                if args.limit and count == args.limit:
+                    sys.stderr.write(f"only the first {count}; see --limit\n")
+                    return failed
+                count += 1
+                _say(f"{node_id} {item.key.hex()} {item.num_bytes} {item.tier}")
+        except TransferError as error:
+            failed = _complain(error)
+    return failed
+
+
+def _evict(cluster: StoreCluster, args: argparse.Namespace) -> int:
+    from diptych.proto import kvstore_pb2 as pb
+
+    if bool(args.keys) == args.all:
+        raise ConfigError("name the KEYs to evict, or --all")
+    request = pb.EvictRequest(keys=_keys(args), all=args.all)
+    removed = failed = 0
+    for client in _clients(cluster).values():
+        try:
+            removed += client.ask("Evict", request).num_objects
+        except TransferError as error:
+            failed = _complain(error)
+    _say(f"{removed} objects removed")
+    return failed
+
+
+def _verify(cluster: StoreCluster, args: argparse.Namespace) -> int:
+    whole = damaged = failed = 0
+    for node_id, client in _clients(cluster).items():
+        try:
+            keys = _keys(args) or [item.key for item in _objects(client)]
+            for start in range(0, len(keys), _CHECK_BATCH):
+                good, bad = _check(client, keys[start : start + _CHECK_BATCH])
+                whole += good
+                damaged += len(bad)
+                for key in bad:
+                    _say(f"{node_id} {key.hex()} was damaged and is removed")
+        except TransferError as error:
+            failed = _complain(error)
+    _say(f"{whole} objects are whole, {damaged} were damaged")
+    return 1 if damaged else failed
+
+
+def _check(client: StoreClient, keys: list[bytes]) -> tuple[int, list[bytes]]:
+    """How many objects are whole, and which were damaged."""
+    from diptych.proto import kvstore_pb2 as pb
+
+    statuses = client.ask("Check", pb.CheckRequest(keys=keys), _CHECK_S).statuses
+    whole = sum(status == pb.ITEM_STATUS_OK for status in statuses)
+    pairs = zip(keys, statuses, strict=True)
+    return whole, [key for key, status in pairs if status == pb.ITEM_STATUS_INVALID]
+
+
+def _pin(cluster: StoreCluster, args: argparse.Namespace) -> int:
+    from diptych.proto import kvstore_pb2 as pb
+
+    request = pb.PinRequest(keys=_keys(args), level=getattr(pb, _LEVELS[args.level]))
+    pinned = refused = failed = 0
+    for client in _clients(cluster).values():
+        try:
+            statuses = client.ask("Pin", request).statuses
+        except TransferError as error:
+            failed = _complain(error)
+            continue
+        pinned += sum(status == pb.ITEM_STATUS_OK for status in statuses)
+        refused += sum(status == pb.ITEM_STATUS_NO_SPACE for status in statuses)
+    _say(f"{pinned} copies set to {args.level}" + (f", {refused} beyond the bound" * bool(refused)))
+    return failed or int(refused > 0)
+
+
+def _clients(cluster: StoreCluster) -> dict[str, StoreClient]:
+    clients = cluster.clients()
+    if not clients:
+        raise UnavailableError("no node of the KV store is registered")
+    return dict(sorted(clients.items()))
+
+
+def _objects(client: StoreClient) -> Iterator[Any]:
+    from diptych.proto import kvstore_pb2 as pb
+
+    after = b""
+    while page := client.ask("List", pb.ListRequest(after=after, limit=_PAGE)).objects:
+        yield from page
+        after = page[-1].key
+
+
+def _keys(args: argparse.Namespace) -> list[bytes]:
+    from diptych.hashing import HASH_BYTES  # brings numpy
+
+    keys = []
+    for text in args.keys:
+        try:
+            key = bytes.fromhex(text)
+        except ValueError:
+            key = b""
+        if len(key) != HASH_BYTES:
+            raise InvalidRequestError(
+                f"{text!r} is no key: {2 * HASH_BYTES} hex digits", param="KEY"
+            )
+        keys.append(key)
+    return keys
+
+
+def _table(rows: list[list[str]]) -> None:
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    for row in rows:
+        _say("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)))
+
+
+def _complain(error: TransferError) -> int:
+    sys.stderr.write(f"{error.message}\n")
+    return 1
+
+
+def _say(text: str) -> None:
+    sys.stdout.write(text + "\n")
+
+
+_ACTIONS = {"ls": _ls, "stats": _stats, "evict": _evict, "verify": _verify, "pin": _pin}

@@ -1,0 +1,96 @@
+"""`diptych store` against real nodes."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+
+import pytest
+
+from diptych.cli import main
+from diptych.connectors.store_client import StoreClient
+from diptych.connectors.store_results import PutItem
+from tests.services.test_kvstore import Node, key, put, running_node
+
+Out = pytest.CaptureFixture[str]
+
+
+@pytest.fixture
+def node() -> Iterator[Node]:
+    with running_node() as node:
+        yield node
+
+
+@pytest.fixture
+def client(node: Node) -> Iterator[StoreClient]:
+    client = StoreClient(node.address, transport="memory")
+    yield client
+    client.close()
+
+
+def store(node: Node, *arguments: str) -> int:
+    return main(["store", *arguments, "--kvstore", node.address])
+
+
+def test_objects_are_listed_pinned_and_removed(
+    node: Node, client: StoreClient, capsys: Out
+) -> None:
+    objects = {key(): os.urandom(1000 + i) for i in range(5)}
+    put(client, objects)
+    assert store(node, "ls") == 0
+    listed = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert [(k, n, tier) for _, k, n, tier in listed] == [
+        (name.hex(), str(len(objects[name])), "dram") for name in sorted(objects)
+    ]
+    assert store(node, "ls", "--limit", "2") == 0
+    assert len(capsys.readouterr().out.splitlines()) == 2
+    first, *rest = objects
+    assert store(node, "pin", first.hex(), "--level", "hard") == 0
+    assert store(node, "evict", rest[0].hex()) == 0
+    assert "1 objects removed" in capsys.readouterr().out
+    assert client.exists_many(list(objects)) == [True, False, True, True, True]
+    assert store(node, "evict", "--all") == 0
+    assert client.exists_many(list(objects)) == [False] * 5
+
+
+def test_verify_finds_what_is_damaged_and_removes_it(
+    node: Node, client: StoreClient, capsys: Out
+) -> None:
+    kept: list[memoryview] = []
+
+    def write(view: memoryview) -> None:
+        view[:] = b"right!"
+        kept.append(view[:])
+
+    good, bad = key(), key()
+    put(client, {good: b"fine"})
+    client.put_many([PutItem(bad, 6, write)])
+    assert store(node, "verify") == 0
+    kept[0][:] = b"wrong!"
+    capsys.readouterr()
+    assert store(node, "verify") == 1
+    assert capsys.readouterr().out.splitlines()[-1] == "1 objects are whole, 1 were damaged"
+    assert client.exists_many([good, bad]) == [True, False]
+    kept.clear()
+
+
+def test_stats_are_a_table_or_json(node: Node, client: StoreClient, capsys: Out) -> None:
+    put(client, {key(): b"x" * 100})
+    assert store(node, "stats") == 0
+    header, row = capsys.readouterr().out.splitlines()
+    assert header.split()[:2] == ["node", "objects"]
+    assert row.split()[:2] == [node.address, "1"]
+    assert store(node, "stats", "--json") == 0
+    stats = json.loads(capsys.readouterr().out)
+    assert (stats["puts_total"], stats["tenant_bytes"]) == (1, {"": 4096})
+
+
+def test_what_cannot_be_done_is_said(node: Node, capsys: Out) -> None:
+    assert store(node, "evict") == 1
+    assert store(node, "evict", "abc") == 1
+    assert main(["store", "stats"]) == 1
+    node.process.kill()
+    node.process.wait()
+    assert store(node, "stats") == 1
+    assert "does not answer" in capsys.readouterr().err
