@@ -18,9 +18,9 @@ def in_type_of(pointer, b_x, factor):
 def scaled(b_x, b_most):
     """`b_x` divided by its scale, and the scale, for `b_most` its greatest absolute number.
 
-    Divisions are exact, so that the numbers are those of `fp8_tensor.quantise_rows`.
+    The division is exact, so that the numbers are those of `fp8_tensor.quantise_rows`.
     """
-    b_scale = tl.maximum(tl.math.div_rn(b_most, 448.0), 1e-12)
+    b_scale = tl.maximum(b_most * (1.0 / 448.0), 1e-12)
     return tl.math.div_rn(b_x, tl.broadcast_to(b_scale, b_x.shape)), b_scale
 
 

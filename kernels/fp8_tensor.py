@@ -48,7 +48,8 @@ def quantise_rows(x: Tensor, tile: int = 0) -> Fp8Tensor:
     width = tile or columns
     padded = torch.nn.functional.pad(x.float(), (0, -columns % width))
     parts = padded.view(rows, padded.shape[1] // width, width)
-    scale = (parts.abs().amax(-1) / E4M3_MAX).clamp(min=_LEAST_SCALE)
+    # not divided: a GPU divides by a number in its own way
+    scale = (parts.abs().amax(-1) * (1.0 / E4M3_MAX)).clamp(min=_LEAST_SCALE)
     values = (parts / scale[..., None]).to(E4M3)
     return Fp8Tensor(values.view(padded.shape)[:, :columns].contiguous(), scale)
 

@@ -27,10 +27,12 @@ def test_every_case_can_be_called_and_has_a_floor(monkeypatch) -> None:
 
     device, ops = torch.device("cpu"), TorchOps()
     monkeypatch.setattr(kernel_times, "LINEARS", {"out": ("linear_parts", 96, 64)})
+    monkeypatch.setattr(kernel_times, "FP8_LINEARS", {"out": ("fp8_linear_parts", 96, 64)})
     cases = [
         kernel_times._decode_case(ops.paged_decode_attention, "decode", 2, 100, 16, 1, device),
         kernel_times._prefill_case(ops.paged_prefill_attention, "prefill", 2, 70, 64, 1, device),
         kernel_times._linear_case(ops, "out", 3, device),
+        kernel_times._fp8_linear_case(ops, "out", 3, device),
         *kernel_times._elementwise_cases(ops, 3, device),
     ]
     with torch.inference_mode():

@@ -29,6 +29,12 @@ LINEARS = {
     "down linear": ("linear_parts", HIDDEN, INNER),
     "head linear": ("linear", 128256, HIDDEN),
 }
+FP8_LINEARS = {
+    name: (f"fp8_{op}", width, size)
+    for name, (op, width, size) in LINEARS.items()
+    if name != "head linear"
+}
+_FP8_RATE = 1490 / 790
 LINEAR_TOKENS = (1, 8, 16, 32, 64, 128, 256, 1024)
 # weights are taken in turn from this many bytes, far more than a cache holds
 _WEIGHT_BYTES = 1 << 30
@@ -46,13 +52,19 @@ PREFILL_TILES = [
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One timed call, of the op `count` times; `bytes` and `flops` of one op, at least."""
+    """One timed call, of the op `count` times.
+
+    Attributes:
+        bytes, flops: of one op, at least.
+        matrix_rate: of the matrix units, over that of bfloat16.
+    """
 
     name: str
     call: Callable[[], object]
     bytes: float
     flops: float = 0.0
     count: int = 1
+    matrix_rate: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +123,8 @@ def _measure(case: Case, args: argparse.Namespace) -> Timing:
     torch.cuda.synchronize()
     seconds = do_bench_cudagraph(case.call, return_mode="median") / 1e3 / case.count
     floor = max(
-        case.bytes / (args.bandwidth_tb_per_s * 1e12), case.flops / (args.peak_tflop_per_s * 1e12)
+        case.bytes / (args.bandwidth_tb_per_s * 1e12),
+        case.flops / (args.peak_tflop_per_s * case.matrix_rate * 1e12),
     )
     return Timing(
         case.name,
@@ -143,6 +156,9 @@ def _cases(device: torch.device, args: argparse.Namespace) -> Iterator[Case]:
     for tokens, name in itertools.product(LINEAR_TOKENS, LINEARS):
         if args.only in f"{name} {tokens}":
             yield _linear_case(ops, name, tokens, device)
+    for tokens, name in itertools.product(LINEAR_TOKENS, FP8_LINEARS):
+        if args.only in f"fp8 {name} {tokens}":
+            yield _fp8_linear_case(ops, name, tokens, device)
     for tokens in (1, 64, 8192):
         yield from (
             case for case in _elementwise_cases(ops, tokens, device) if args.only in case.name
@@ -247,6 +263,23 @@ def _linear_case(ops: Ops, name: str, tokens: int, device: torch.device) -> Case
     )
 
 
+def _fp8_linear_case(ops: Ops, name: str, tokens: int, device: torch.device) -> Case:
+    """As `_linear_case`, in e4m3 with scales of rows; rounding the rows is not in it."""
+    op, width, size = FP8_LINEARS[name]
+    multiply = getattr(ops, op)
+    count = max(_WEIGHT_BYTES // (width * size), 1) if device.type == "cuda" else 1
+    weights = [ops.quantise_rows(_random(width, size, device=device)) for _ in range(count)]
+    x = ops.quantise_rows(_random(tokens, size, device=device))
+    return Case(
+        f"fp8 {name} {tokens}",
+        lambda: [multiply(x, weight, torch.bfloat16) for weight in weights],
+        bytes=float(width * size + tokens * (width * BYTES + size)),
+        flops=2.0 * tokens * width * size,
+        count=count,
+        matrix_rate=_FP8_RATE,
+    )
+
+
 def _elementwise_cases(ops: Ops, tokens: int, device: torch.device) -> Iterator[Case]:
     x, residual = _random(2, tokens, HIDDEN, device=device)
     weight, gate_up = _random(HIDDEN, device=device), _random(tokens, 2 * INNER, device=device)
@@ -277,4 +310,10 @@ def _elementwise_cases(ops: Ops, tokens: int, device: torch.device) -> Iterator[
         lambda: ops.rope_store_kv(q, k, v, positions, cos_sin, k_cache, v_cache, positions),
         2 * row * (HEADS + 2 * KV_HEADS) * HEAD_DIM,
     )
+    yield Case(
+        f"add_rms_norm_fp8 {tokens}",
+        lambda: ops.add_rms_norm_fp8(x, residual, weight, 1e-5),
+        3.5 * row * HIDDEN,
+    )
+    yield Case(f"quantise_rows {tokens}", lambda: ops.quantise_rows(x), 1.5 * row * HIDDEN)
     yield Case(f"silu_mul {tokens}", lambda: ops.silu_mul(gate_up), 3 * row * INNER)
