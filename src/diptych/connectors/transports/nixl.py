@@ -43,7 +43,10 @@ from diptych.errors import ConfigError, TransferError
 
 _log = logging.getLogger(__name__)
 
-_ACTIVE_TICK_S = 50e-6
+# a read is looked at ever more rarely: at most an eighth later than it ended
+_MIN_TICK_S = 50e-6
+_MAX_TICK_S = 1e-3
+_LATENESS = 8
 _IDLE_TICK_S = 2e-3
 PACKAGES = ("nixl_cu13", "nixl_cu12")
 
@@ -69,8 +72,9 @@ class NixlPeer(Peer):
 class _NixlRead(ReadHandle):
     """A read and its transfer, which is kept until it ended."""
 
-    __slots__ = ("failed_s", "transfer")
+    __slots__ = ("failed_s", "posted_s", "transfer")
     transfer: Any
+    posted_s: float
     failed_s: float
 
 
@@ -137,7 +141,7 @@ class NixlTransport(Transport):
     ) -> ReadHandle:
         assert isinstance(peer, NixlPeer)
         handle = _NixlRead(peer, runs.num_bytes, len(runs), deadline_s)
-        handle.transfer, handle.failed_s = None, 0.0
+        handle.transfer, handle.posted_s, handle.failed_s = None, time.monotonic(), 0.0
         theirs, ours = peer.regions.get(region), self._regions[into]
         try:
             runs.check(0 if theirs is None else theirs.num_bytes, ours.num_bytes)
@@ -193,7 +197,8 @@ class NixlTransport(Transport):
 
     def tick_s(self) -> float | None:
         if self._reads:
-            return _ACTIVE_TICK_S
+            youngest_s = time.monotonic() - max(read.posted_s for read in self._reads)
+            return min(max(youngest_s / _LATENESS, _MIN_TICK_S), _MAX_TICK_S)
         return _IDLE_TICK_S if self._offered or self._peers else None
 
     def close(self) -> None:

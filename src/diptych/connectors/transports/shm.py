@@ -233,10 +233,8 @@ class ShmTransport(Transport):
             into.store(dst, source[src : src + length].data)
             handle.at, left = at + 1, left - length
         if handle.at == len(runs):
-            self._hear(peer)
-            if not peer.gone:
-                handle.state = ReadState.DONE
-                self._reads.discard(handle)
+            handle.state = ReadState.DONE
+            self._reads.discard(handle)
 
     def _end(self, handle: _ShmRead, failure: ReadFailure, detail: str = "") -> None:
         handle.fail(failure, detail)
