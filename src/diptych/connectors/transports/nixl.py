@@ -1,6 +1,6 @@
 """NIXL over UCX: cuda_ipc between GPUs of a host, RDMA between hosts, else shared memory or TCP.
 
-What was measured of NIXL 1.5.1 and shapes this file (docs/decisions/0010):
+What was measured of NIXL 1.5.1 and shapes this file (docs/decisions/0007):
 
 - Releasing a transfer, or removing the remote agent, does *not* stop the writes of a read that is
   under way over emulated RMA (tcp): bytes arrived after both. Only the end of the transfer itself,
