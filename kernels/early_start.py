@@ -2,16 +2,22 @@
 
 Such a kernel is launched with `early_start(device)`. It lets the next one start at once, does what
 depends on nothing but weights, and waits for the earlier ones before it touches anything that they
-read or write.
+read or write. In a captured step that hides what lies between kernels. A launch by the host takes
+longer that way, so outside of `starting_early()` it is an ordinary one.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 
 import torch
 import triton
 import triton.language as tl
+
+_wanted = ContextVar("starting_early", default=False)
 
 
 @triton.jit
@@ -28,9 +34,21 @@ def wait_for_earlier_kernels():
     )
 
 
+@contextmanager
+def starting_early() -> Iterator[None]:
+    """Around the trial and the capture of a step: its kernels may start early."""
+    token = _wanted.set(True)
+    try:
+        yield
+    finally:
+        _wanted.reset(token)
+
+
 def early_start(device: torch.device) -> dict[str, bool]:
     """Options of a launch whose kernel takes `EARLY`."""
-    return {"EARLY": True, "launch_pdl": True} if _can(device) else {"EARLY": False}
+    if _wanted.get() and _can(device):
+        return {"EARLY": True, "launch_pdl": True}
+    return {"EARLY": False}
 
 
 @functools.cache

@@ -19,8 +19,8 @@ from diptych.kernels.fp8_tensor import TILE as TILE_COLUMNS
 from diptych.kernels.fp8_tensor import Fp8Tensor, Rows
 from diptych.kernels.quantise_rows import quantise_rows, silu_mul_fp8
 from diptych.kernels.silu_mul import silu_mul
-from diptych.kernels.stream_tiles import can_stream, stream_tiles
-from diptych.kernels.streamed_linear import streamed_linear
+from diptych.kernels.stream_check import can_stream
+from diptych.kernels.stream_tiles import stream_tiles
 
 # more rows than this take other tiles, or go to the library
 _FEW_ROWS = 64
@@ -142,6 +142,9 @@ def _stream(
     parts: bool = False,
     gated: bool = False,
 ) -> Tensor:
+    # only here: another Triton may lack what it is written in
+    from diptych.kernels.streamed_linear import streamed_linear
+
     rows, (outputs, columns) = x.values.shape[0], weight.values.shape
     tiles = stream_tiles(rows, outputs, columns, parts, gated, fp8=True)
     out = None

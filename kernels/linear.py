@@ -7,8 +7,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from diptych.kernels.silu_mul import silu_mul
-from diptych.kernels.stream_tiles import can_stream, stream_tiles
-from diptych.kernels.streamed_linear import streamed_linear
+from diptych.kernels.stream_check import can_stream
+from diptych.kernels.stream_tiles import stream_tiles
 
 
 def linear(
@@ -16,10 +16,7 @@ def linear(
 ) -> Tensor:
     """`x @ weight.T + bias`; arguments as in `reference.linear`."""
     if can_stream(x, weight):
-        tiles = stream_tiles(len(x), *weight.shape)
-        return streamed_linear(x, weight, tiles, bias=bias, out=out)
-    if bias is None and out is not None and out.dtype == x.dtype:
-        return torch.mm(x, weight.t(), out=out)
+        return _streamed(x, weight, bias=bias, out=out)
     if out is None:
         return functional.linear(x, weight, bias)
     if bias is None and out.dtype == x.dtype:
@@ -30,13 +27,28 @@ def linear(
 def linear_parts(x: Tensor, weight: Tensor) -> Tensor:
     """`linear` in parts, as many as spread a short weight over the GPU."""
     if can_stream(x, weight):
-        return streamed_linear(x, weight, stream_tiles(len(x), *weight.shape, parts=True))
+        return _streamed(x, weight, parts=True)
     return functional.linear(x, weight)
 
 
 def gated_linear(x: Tensor, weight: Tensor) -> Tensor:
-    """`silu_mul(linear(x, weight))` without its intermediate."""
+    """`silu_mul(linear(x, weight))`, without its intermediate where it streams."""
     if can_stream(x, weight):
-        tiles = stream_tiles(len(x), *weight.shape, gated=True)
-        return streamed_linear(x, weight, tiles, gated=True)
+        return _streamed(x, weight, gated=True)
     return silu_mul(functional.linear(x, weight))
+
+
+def _streamed(
+    x: Tensor,
+    weight: Tensor,
+    *,
+    bias: Tensor | None = None,
+    out: Tensor | None = None,
+    parts: bool = False,
+    gated: bool = False,
+) -> Tensor:
+    # only here: another Triton may lack what it is written in
+    from diptych.kernels.streamed_linear import streamed_linear
+
+    tiles = stream_tiles(len(x), *weight.shape, parts=parts, gated=gated)
+    return streamed_linear(x, weight, tiles, bias=bias, gated=gated, out=out)

@@ -82,8 +82,8 @@ _FP8_GATED = {
 }
 
 
-def can_stream(x: Tensor, weight: Tensor) -> bool:
-    """Whether the kernel takes these, and is the faster way."""
+def should_stream(x: Tensor, weight: Tensor) -> bool:
+    """Whether the kernel takes these where it runs, and is the faster way."""
     most = MOST_ROWS if len(weight) < _WIDE else min(MOST_ROWS, _WIDE_MOST_ROWS)
     return (
         1 <= len(x) <= most
@@ -94,7 +94,6 @@ def can_stream(x: Tensor, weight: Tensor) -> bool:
         and weight.shape[1] * weight.itemsize % 16 == 0
         and x.is_contiguous()
         and weight.is_contiguous()
-        and _is_hopper(x.device)
     )
 
 
@@ -118,8 +117,3 @@ def stream_tiles(
         return _HEAD[rows]
     splits = min(_SPLITS[rows], max(size // _LEAST_PART, 1)) if parts else 1
     return replace(_PLAIN[rows], splits=splits)
-
-
-@functools.cache
-def _is_hopper(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9

@@ -28,7 +28,7 @@ def test_tiles_hold_the_rows_and_fit_in_shared_memory(rows, shape, options) -> N
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_what_does_not_stream_is_the_reference(dtype) -> None:
     x, weight, bias = (torch.randn(*s).to(dtype) for s in ((3, 64), (48, 64), (48,)))
-    assert not stream_tiles.can_stream(x, weight)
+    assert not stream_tiles.should_stream(x, weight)
     out = torch.full((3, 48), torch.nan)
     assert kernels.linear(x, weight, bias, out) is out
     assert torch.equal(out, reference.linear(x, weight, bias).float())
@@ -36,3 +36,19 @@ def test_what_does_not_stream_is_the_reference(dtype) -> None:
     assert kernels.linear(x, weight, out=out) is out
     torch.testing.assert_close(out, reference.linear(x, weight))
     assert torch.equal(kernels.linear_parts(x, weight), reference.linear_parts(x, weight))
+
+
+@pytest.mark.parametrize("fault", ["raises", "wrong", "nan"])
+def test_a_device_where_the_kernel_is_not_right_does_not_stream(fault, monkeypatch) -> None:
+    check = pytest.importorskip("diptych.kernels.stream_check")
+
+    def difference(device, rows, width, size) -> float:
+        if fault == "raises":
+            raise RuntimeError("no such instruction")
+        return 0.5 if fault == "wrong" else float("nan")
+
+    monkeypatch.setattr(check, "_difference", difference)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    check.streams.cache_clear()
+    assert not check.streams(torch.device("cuda"))
+    check.streams.cache_clear()
