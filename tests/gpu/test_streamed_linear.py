@@ -9,6 +9,7 @@ DEVICE = torch.device("cuda")
 if torch.cuda.is_available() and torch.cuda.get_device_capability()[0] != 9:
     pytest.skip("streams on Hopper only", allow_module_level=True)
 
+from diptych.kernels.early_start import starting_early  # noqa: E402
 from diptych.kernels.linear import gated_linear, linear, linear_parts  # noqa: E402
 from diptych.kernels.rms_norm import add_rms_norm  # noqa: E402
 from diptych.kernels.stream_check import streams  # noqa: E402
@@ -96,11 +97,12 @@ def test_kernels_that_start_early_wait_for_what_they_read(rows) -> None:
                     torch.cuda.synchronize()
         return residual
 
-    chain(False)
-    torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = chain(False)
+    with starting_early():
+        chain(False)
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph):
+            out = chain(False)
     for _ in range(5):
         x.normal_()
         out.fill_(torch.nan)

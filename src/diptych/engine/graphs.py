@@ -98,9 +98,12 @@ class GraphPool:
         self._pool = torch.cuda.graph_pool_handle()
 
     def __call__(self, run: Callable[[], None]) -> Callable[[], None]:
+        # only here: it needs Triton, which captured steps have
+        from diptych.kernels.early_start import starting_early
+
         self._stream.wait_stream(torch.cuda.current_stream())
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.stream(self._stream):
+        with torch.cuda.stream(self._stream), starting_early():
             with self._trial():
                 run()  # compiles kernels and makes workspaces, which capture may not
             self._stream.synchronize()
