@@ -137,3 +137,23 @@ def test_a_step_waits_for_its_tokens_alone(model) -> None:
                 driver.step(step)
         finally:
             torch.cuda.set_sync_debug_mode("default")
+
+
+def test_prompts_in_a_graph_are_submitted_without_waiting(model) -> None:
+    """Alone, in chunks and beside rows that decode, with parameters that enter and leave."""
+    driver = driver_of(model, num_kv_blocks=256, block_size=16)
+    step = decoding(driver, 5)
+    driver.step(step)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            for i in range(12):
+                name = f"p{i}"
+                driver.add(name, [7 + i] * 40, SamplingParams(**MIXED[i % 6], seed=i))
+                handles = [driver.submit(step | {name: 25}), driver.submit(step | {name: 15})]
+                driver.finish(name)
+                for handle in handles:
+                    handle.result()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
