@@ -19,7 +19,8 @@ import torch
 
 logger = logging.getLogger(__name__)
 
-_CONTEXTS = (2048, 8192, 32768)
+# a prompt of 8,192 tokens finds room for its answer
+_CONTEXTS = (2048, 8704, 32768)
 # of steps that compute prompts: their tokens, and the rows that decode beside them
 _PROMPT_TOKENS = (64, 128, 256, 512, 1024)
 _SINGLES = (32, 256)
