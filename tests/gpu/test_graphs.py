@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import warnings
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -137,6 +138,21 @@ def test_a_step_waits_for_its_tokens_alone(model) -> None:
                 driver.step(step)
         finally:
             torch.cuda.set_sync_debug_mode("default")
+
+
+def test_a_steady_step_is_one_graph_and_one_copy_of_its_tokens(model) -> None:
+    driver = driver_of(model, num_kv_blocks=128, block_size=64)
+    step = decoding(driver, 5)
+    for _ in range(3):
+        driver.step(step)
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profile:
+        for _ in range(20):
+            driver.step(step)
+    counts = Counter(event.name for event in profile.events())
+    assert counts["cudaGraphLaunch"] == 20
+    assert counts["cudaMemcpyAsync"] == 20
+    assert not [name for name in counts if "LaunchKernel" in name]
 
 
 def test_prompts_in_a_graph_are_submitted_without_waiting(model) -> None:
