@@ -78,7 +78,7 @@ def test_a_partial_range_needs_just_the_objects_that_touch_it(n: int, a: int, b:
     assert overlapping(objects, wanted) == expected
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float8_e4m3fn"])
 @pytest.mark.parametrize("block_size", BLOCK_SIZES)
 def test_gather_gives_the_canonical_layout(block_size: int, dtype: str) -> None:
     layout = make_layout(block_size, dtype=dtype)

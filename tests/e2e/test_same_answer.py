@@ -99,10 +99,10 @@ def split_by_files(made: Cluster, folder: Path) -> Api:
     return made.router(*addresses)[1]
 
 
-def split_by_store(made: Cluster) -> Api:
+def split_by_store(made: Cluster, engine: dict[str, Any] = ENGINE) -> Api:
     store = made.kvstore()[1]
     roles = ("prefill", "decode")
-    return made.router(*(made.worker(role, store=store, **ENGINE)[1] for role in roles))[1]
+    return made.router(*(made.worker(role, store=store, **engine)[1] for role in roles))[1]
 
 
 @pytest.fixture(scope="module", params=MODELS)
@@ -134,3 +134,16 @@ def test_every_path_gives_the_offline_answer(
     expected = offline(llm, prompt, sampling)
     answers = {name: served(api, prompt, sampling) for name, api in apis.items()}
     assert answers == dict.fromkeys(apis, expected)
+
+
+def test_eight_bits_survive_the_split(tmp_path: Path) -> None:
+    engine = ENGINE | {"quantization": "fp8", "kv_cache_dtype": "fp8"}
+    model = make_tiny_model(tmp_path / "model")
+    with cluster(model, tmp_path) as made:
+        api = split_by_store(made, engine)
+        with LLM(str(model), **engine) as llm, LLM(str(model), **ENGINE) as plain:
+            made.wait_ready()
+            for sampling in (SAMPLING["greedy"], SAMPLING["seeded"]):
+                expected = offline(llm, STORY, sampling)
+                assert served(api, STORY, sampling) == expected
+                assert offline(plain, STORY, sampling).logprobs != expected.logprobs
