@@ -168,6 +168,11 @@ def linear_parts(x: Tensor, weight: Tensor) -> Tensor:
     return linear(x, weight)
 
 
+def linear_onto(x: Tensor, weight: Tensor, residual: Tensor) -> Tensor | None:
+    """`linear_parts`, or None where it has been added to `residual`, `[T, N]`, in place."""
+    return linear_parts(x, weight)
+
+
 def gated_linear(x: Tensor, weight: Tensor) -> Tensor:
     """`silu_mul(linear(x, weight))`, for weight = `[2N, K]` = (gate, up); returns `[T, N]`."""
     return silu_mul(linear(x, weight))

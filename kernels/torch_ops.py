@@ -192,6 +192,7 @@ class TorchOps:
 
     linear = staticmethod(reference.linear)
     linear_parts = staticmethod(functional.linear)
+    linear_onto = staticmethod(reference.linear_onto)
 
     def gated_linear(self, x: Tensor, weight: Tensor) -> Tensor:
         return self.silu_mul(functional.linear(x, weight))

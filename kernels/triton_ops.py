@@ -5,7 +5,7 @@ from __future__ import annotations
 from diptych.kernels.attention_spec import PrefillAttention
 from diptych.kernels.decode_rows import advance_rows, read_rows, write_rows
 from diptych.kernels.fp8_linear import fp8_gated_linear, fp8_linear, fp8_linear_parts
-from diptych.kernels.linear import gated_linear, linear, linear_parts
+from diptych.kernels.linear import gated_linear, linear, linear_onto, linear_parts
 from diptych.kernels.paged_decode_attention import paged_decode_attention
 from diptych.kernels.paged_prefill_attention import paged_prefill_attention
 from diptych.kernels.quantise_rows import quantise_rows
@@ -34,6 +34,7 @@ class TritonOps:
     silu_mul = staticmethod(silu_mul)
     linear = staticmethod(linear)
     linear_parts = staticmethod(linear_parts)
+    linear_onto = staticmethod(linear_onto)
     gated_linear = staticmethod(gated_linear)
     quantise_rows = staticmethod(quantise_rows)
     rms_norm_fp8 = staticmethod(rms_norm_fp8)

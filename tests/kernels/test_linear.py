@@ -38,6 +38,19 @@ def test_what_does_not_stream_is_the_reference(dtype) -> None:
     assert torch.equal(kernels.linear_parts(x, weight), reference.linear_parts(x, weight))
 
 
+@pytest.mark.parametrize("rows", [3, kernels._MANY_ROWS])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_product_onto_a_residual_is_added_now_or_by_the_norm(rows, dtype) -> None:
+    torch.manual_seed(0)
+    x, weight, residual = (torch.randn(*s).to(dtype) for s in ((rows, 64), (48, 64), (rows, 48)))
+    expected = residual + reference.linear(x, weight)
+    part = kernels.linear_onto(x, weight, residual)
+    total = residual if part is None else residual + part
+    tolerance = 1e-5 if dtype == torch.float32 else 5e-2
+    torch.testing.assert_close(total, expected, rtol=tolerance, atol=tolerance)
+    assert (part is None) == (rows > 3)
+
+
 @pytest.mark.parametrize("fault", ["raises", "wrong", "nan"])
 def test_a_device_where_the_kernel_is_not_right_does_not_stream(fault, monkeypatch) -> None:
     check = pytest.importorskip("diptych.kernels.stream_check")

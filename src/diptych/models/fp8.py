@@ -30,7 +30,7 @@ class Fp8Matrix:
     def __call__(self, x: Rows) -> Tensor:
         return self._ops.fp8_linear(self._rounded(x), self._weight, self._dtype, self._bias)
 
-    def in_parts(self, x: Rows) -> Tensor:
+    def onto(self, residual: Tensor, x: Rows) -> Tensor | None:
         if self._bias is not None:
             return self(x)
         return self._ops.fp8_linear_parts(self._rounded(x), self._weight, self._dtype)
@@ -59,8 +59,8 @@ class EmulatedFp8Matrix:
     def __call__(self, x: Rows) -> Tensor:
         return self._matrix(self._rounded(x))
 
-    def in_parts(self, x: Rows) -> Tensor:
-        return self._matrix.in_parts(self._rounded(x))
+    def onto(self, residual: Tensor, x: Rows) -> Tensor | None:
+        return self._matrix.onto(residual, self._rounded(x))
 
     def gated(self, x: Rows, tile: int | None) -> Rows:
         return self._matrix.gated(self._rounded(x), tile)

@@ -159,10 +159,15 @@ class Attention:
         )
 
     def attend(
-        self, q: Tensor, singles: SingleQueries | None, many: ManyQueries | None, kv: KVView
-    ) -> Tensor:
-        """`[T, N]` of the queries of first `singles`, then `many`; or parts (`Matrix.in_parts`)."""
-        return self._out.in_parts(self._attended(q, singles, many, kv).flatten(1))
+        self,
+        residual: Tensor,
+        q: Tensor,
+        singles: SingleQueries | None,
+        many: ManyQueries | None,
+        kv: KVView,
+    ) -> Tensor | None:
+        """What the queries of first `singles`, then `many` add to `residual` (`Matrix.onto`)."""
+        return self._out.onto(residual, self._attended(q, singles, many, kv).flatten(1))
 
     def _attended(
         self, q: Tensor, singles: SingleQueries | None, many: ManyQueries | None, kv: KVView
@@ -208,7 +213,7 @@ class Attention:
 
 
 class MLP:
-    """`down(silu(gate(x)) * up(x))`, maybe in parts (`Matrix.in_parts`).
+    """`down(silu(gate(x)) * up(x))`.
 
     Attributes:
         tile: of its input, as `Matrix.tile`.
@@ -221,8 +226,9 @@ class MLP:
         self.tile = self._gate_up.tile
         self._down = load_matrix(ops, weights, [f"{prefix}.down_proj"], [hidden], inner)
 
-    def __call__(self, x: Rows) -> Tensor:
-        return self._down.in_parts(self._gate_up.gated(x, self._down.tile))
+    def onto(self, residual: Tensor, x: Rows) -> Tensor | None:
+        """As `Matrix.onto`."""
+        return self._down.onto(residual, self._gate_up.gated(x, self._down.tile))
 
 
 def _kv_scales(weights: Weights, prefix: str) -> dict[str, float]:

@@ -49,29 +49,26 @@ class DecoderLayer:
 
     def __call__(
         self,
-        x: Tensor,
-        residual: Tensor | None,
+        x: Tensor | None,
+        residual: Tensor,
         batch: ForwardBatch,
         kv: KVView,
         cos_sin: Tensor,
         last: LastTokens | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """The layer's contribution, maybe in parts, and the residual to add it to, `[T, N]`;
-        or `[R, N]` of the `last` tokens."""
-        if residual is None:
-            rows, residual = self._norm(x), x
-        else:
-            rows, residual = self._norm.add(x, residual)
+    ) -> tuple[Tensor | None, Tensor]:
+        """What is still to be added (`Matrix.onto`), and to what: `[T, N]`, or `[R, N]` of the
+        `last` tokens. `residual` may be written over."""
+        rows, residual = self._norm.add(x, residual)
         q = self._attention.queries(rows, batch, kv, cos_sin)
         if last is None:
-            x = self._attention.attend(q, batch.singles, batch.many, kv)
+            x = self._attention.attend(residual, q, batch.singles, batch.many, kv)
         else:
             residual = residual[last.index]
             if not len(last.index):
-                return residual, residual
-            x = self._attention.attend(q[last.index], last.queries, None, kv)
+                return None, residual
+            x = self._attention.attend(residual, q[last.index], last.queries, None, kv)
         rows, residual = self._post_norm.add(x, residual)
-        return self._mlp(rows), residual
+        return self._mlp.onto(residual, rows), residual
 
 
 class Decoder:
@@ -89,13 +86,12 @@ class Decoder:
         num_positions: int,
         device: torch.device,
     ) -> None:
-        self._ops = ops
-        self._eps = config.rms_norm_eps
         self._cos_sin = rope_table(config, num_positions, device)
         size = ([config.vocab_size], config.hidden_size)
         self._embedding = weights.load(["model.embed_tokens.weight"], *size)
         self._layers = [DecoderLayer(config, weights, ops, i) for i in range(config.num_layers)]
-        self._norm = weights.load(["model.norm.weight"], [config.hidden_size])
+        norm = weights.load(["model.norm.weight"], [config.hidden_size])
+        self._norm = Norm(ops, norm, config.rms_norm_eps)
         if config.tie_word_embeddings:
             self._head = make_matrix(ops, self._embedding)
         else:
@@ -125,8 +121,8 @@ class Decoder:
         Returns:
             The last norm's output, `[T, N]`, or `[R, N]` of `batch.last`.
         """
-        x = functional.embedding(batch.input_ids, self._embedding)
-        residual: Tensor | None = None
+        residual = functional.embedding(batch.input_ids, self._embedding)
+        x: Tensor | None = None
         for index, layer in enumerate(self._layers):
             if hooks is not None:
                 hooks.wait_for_layer_load(index)
@@ -134,9 +130,9 @@ class Decoder:
             x, residual = layer(x, residual, batch, kv[index], self._cos_sin, last)
             if hooks is not None:
                 hooks.save_kv_layer(index)
-        if residual is None:
-            return self._ops.rms_norm(x, self._norm, self._eps)
-        return self._ops.add_rms_norm(x, residual, self._norm, self._eps)[0]
+        hidden, _ = self._norm.add(x, residual)
+        assert isinstance(hidden, Tensor)
+        return hidden
 
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         """`[R, N]` of `forward` to `[R, V]` logits of the same type, into `out` where given."""

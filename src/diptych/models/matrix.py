@@ -30,8 +30,9 @@ class Matrix(Protocol):
         """`[T, K]` to `[T, N]`: `x @ weight.T + bias`."""
         ...
 
-    def in_parts(self, x: Rows) -> Tensor:
-        """The same, or float32 parts of it, `[S, T, N]`, for `Ops.add_rms_norm` to sum."""
+    def onto(self, residual: Tensor, x: Rows) -> Tensor | None:
+        """The same, or float32 parts of it, `[S, T, N]`, for `Norm.add` to add to `residual`,
+        `[T, N]`; or None, where it has been added, in place."""
         ...
 
     def gated(self, x: Rows, tile: int | None) -> Rows:
@@ -60,8 +61,10 @@ class PlainMatrix:
         """Write to `out`, `[T, N]`, contiguous, which may be of another dtype; return it."""
         return self._ops.linear(x, self._weight, self._bias, out)
 
-    def in_parts(self, x: Rows) -> Tensor:
-        return self._ops.linear_parts(_plain(x), self._weight) if self._bias is None else self(x)
+    def onto(self, residual: Tensor, x: Rows) -> Tensor | None:
+        if self._bias is not None:
+            return self(x)
+        return self._ops.linear_onto(_plain(x), self._weight, residual)
 
     def gated(self, x: Rows, tile: int | None) -> Rows:
         if self._bias is None:
@@ -91,7 +94,7 @@ class PackedMatrix:
     def into(self, out: Tensor, x: Tensor) -> Tensor:
         return out.copy_(self(x))
 
-    def in_parts(self, x: Rows) -> Tensor:
+    def onto(self, residual: Tensor, x: Rows) -> Tensor | None:
         return self(x)
 
     def gated(self, x: Rows, tile: int | None) -> Rows:

@@ -28,8 +28,10 @@ class Norm:
             return self._ops.rms_norm(x, self._weight, self._eps)
         return self._ops.rms_norm_fp8(x, self._weight, self._eps, self._tile)
 
-    def add(self, x: Tensor, residual: Tensor) -> tuple[Rows, Tensor]:
-        """Of their sum, and the sum; x is `[T, N]`, or in parts (`Matrix.in_parts`)."""
+    def add(self, x: Tensor | None, residual: Tensor) -> tuple[Rows, Tensor]:
+        """Of their sum, and the sum; x is what `Matrix.onto` gave."""
+        if x is None:
+            return self(residual), residual
         if self._tile is None:
             return self._ops.add_rms_norm(x, residual, self._weight, self._eps)
         return self._ops.add_rms_norm_fp8(x, residual, self._weight, self._eps, self._tile)
