@@ -179,12 +179,19 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
             endpoint = msgspec.msgpack.decode(data, type=cls)
         except msgspec.DecodeError as error:
             raise TransferError(f"a peer's endpoint cannot be read: {error}") from error
-        if endpoint.version != ENDPOINT_VERSION:
+        endpoint.check_version()
+        return endpoint
+
+    def check_version(self) -> None:
+        """
+        Raises:
+            TransferError: it is of another version than this worker's.
+        """
+        if self.version != ENDPOINT_VERSION:
             raise TransferError(
-                f"a peer speaks version {endpoint.version} of the transfer endpoint, "
+                f"a peer speaks version {self.version} of the transfer endpoint, "
                 f"this worker version {ENDPOINT_VERSION}"
             )
-        return endpoint
 
     def offer(self, transport: str) -> Offer | None:
         """This transport's offer, if it has one."""
