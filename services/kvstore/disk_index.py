@@ -149,12 +149,14 @@ class DiskIndex:
 
     def _push(self, entry: _Entry) -> None:
         self._order.push(entry)
-        self._order.rebuild_if_stale(self._entries.values(), len(self._entries))
+        if self._order.is_stale(len(self._entries)):
+            self._order.rebuild(self._entries.values())
         if entry.info.tenant:
             order = self._tenant_order(entry.info.tenant)
             order.push(entry)
-            own = (e for e in self._entries.values() if e.info.tenant == entry.info.tenant)
-            order.rebuild_if_stale(own, len(self._entries))
+            if order.is_stale(len(self._entries)):
+                tenant = entry.info.tenant
+                order.rebuild(e for e in self._entries.values() if e.info.tenant == tenant)
 
     def _tenant_order(self, tenant: str) -> EvictionOrder[_Entry]:
         return self._tenant_orders.setdefault(tenant, EvictionOrder())

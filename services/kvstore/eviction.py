@@ -39,11 +39,14 @@ class EvictionOrder(Generic[T]):
                 return item
         return None
 
-    def rebuild_if_stale(self, live: Iterable[T], num_live: int) -> None:
-        """Drop stale entries once they are many; `live` are all that may go."""
-        if len(self._heap) > 4 * num_live + 64:
-            self._heap = []
-            for item in live:
-                self._next_number += 1
-                self._heap.append((item.rank, self._next_number, item))
-            heapq.heapify(self._heap)
+    def is_stale(self, num_live: int) -> bool:
+        """Whether most entries are of no use any more."""
+        return len(self._heap) > 4 * num_live + 64
+
+    def rebuild(self, live: Iterable[T]) -> None:
+        """Drop stale entries; `live` are all that may go."""
+        self._heap = []
+        for item in live:
+            self._next_number += 1
+            self._heap.append((item.rank, self._next_number, item))
+        heapq.heapify(self._heap)

@@ -441,12 +441,14 @@ class ObjectTable:
         """Into the order of eviction, under its present rank."""
         if not object_.evictable:
             return
-        orders = [self._order]
+        self._push(self._order, object_)
         if object_.tenant:
-            orders.append(self.tenants.order(object_.tenant))
-        for order in orders:
-            order.push(object_)
-            order.rebuild_if_stale(self._evictable(order, object_.tenant), len(self._objects))
+            self._push(self.tenants.order(object_.tenant), object_)
+
+    def _push(self, order: EvictionOrder[TableObject], object_: TableObject) -> None:
+        order.push(object_)
+        if order.is_stale(len(self._objects)):
+            order.rebuild(self._evictable(order, object_.tenant))
 
     def _evictable(self, order: EvictionOrder[TableObject], tenant: str) -> Iterator[TableObject]:
         everyone = order is self._order

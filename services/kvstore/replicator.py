@@ -63,11 +63,12 @@ class Replicator:
 
     def note_read(self, key: bytes) -> int:
         """Count a read; returns how many nodes should have the object."""
+        if len(self._peers.members) < 2:
+            return 1
         copies = self._heat.note_read(key)
-        if copies > 1 and len(self._peers.members) > 1:
+        if copies > 1:
             self._want(key, copies)
-            return copies
-        return 1
+        return copies
 
     def _want(self, key: bytes, num_copies: int) -> None:
         now = time.monotonic()

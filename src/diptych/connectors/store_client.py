@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import grpc
 
 from diptych.connectors.store_breaker import CircuitBreaker
+from diptych.connectors.store_pipeline import Pipeline
 from diptych.connectors.store_results import GetResult, Outcome, PutItem, PutResult
 from diptych.connectors.store_session import ControlCalls, OutOfTimeError, Sink, StoreSession
 from diptych.connectors.store_transport import open_mover
@@ -92,10 +93,15 @@ class StoreClient:
         raises is raised."""
         until = self._until(timeout_s)
         results: list[PutResult] = []
-        for batch in _put_batches(items):
-            put = partial(StoreSession.put, items=batch, tenant=tenant, until=until)
-            done = self._attempt(put, until)
+        line = Pipeline(
+            list(_put_batches(items)), lambda session, batch: session.ask_put(batch, tenant, until)
+        )
+        for batch in line.batches:
+            done = self._attempt(
+                lambda s: s.put(line.current, line.answer(s), until, line.meanwhile(s)), until
+            )
             results += done or [PutResult(Outcome.UNAVAILABLE)] * len(batch)
+            line.advance()
         return results
 
     def get_many(
@@ -107,12 +113,21 @@ class StoreClient:
         """
         until = self._until(timeout_s)
         results: list[GetResult] = []
-        for start in range(0, len(keys), _BATCH_ITEMS):
-            batch = keys[start : start + _BATCH_ITEMS]
-            into = partial(_sink_at, sink, start)
-            get = partial(StoreSession.get, keys=batch, sink=into, until=until)
+        starts = range(0, len(keys), _BATCH_ITEMS)
+        line = Pipeline(
+            [keys[start : start + _BATCH_ITEMS] for start in starts],
+            lambda session, batch: session.ask_get(batch, until),
+        )
+        for batch in line.batches:
+            into = partial(_sink_at, sink, len(results))
+
+            def get(session: StoreSession, into: Sink = into) -> list[GetResult]:
+                ahead, meanwhile = line.answer(session), line.meanwhile(session)
+                return session.get(line.current, ahead, into, until, meanwhile)
+
             done = self._attempt(get, until)
             results += done or [GetResult(Outcome.UNAVAILABLE)] * len(batch)
+            line.advance()
         return results
 
     def exists_many(self, keys: Sequence[bytes], timeout_s: float | None = None) -> list[bool]:

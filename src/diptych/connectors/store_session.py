@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -19,6 +20,10 @@ Sink = Callable[[int, memoryview], object]
 _FORGET_TIMEOUT_S = 0.5
 # A read is cut here, to look whether its leases need to be renewed.
 _READ_BYTES = 64 << 20
+
+
+def _nothing() -> None:
+    return
 
 
 class OutOfTimeError(Exception):
@@ -44,35 +49,69 @@ class ControlCalls:
             raise OutOfTimeError
         return method(request, timeout=timeout_s)
 
+    def begin(self, method: Any, request: Any, until: float) -> Any:
+        """As `call`, but without waiting: a future of the answer.
+
+        Raises:
+            OutOfTimeError: there is no time left.
+        """
+        timeout_s = min(self.call_timeout_s, until - time.monotonic())
+        if timeout_s <= 0:
+            raise OutOfTimeError
+        return method.future(request, timeout=timeout_s)
+
     def forget(self, method: Any, request: Any) -> None:
         """Give back early what would lapse by itself; whether it succeeds does not matter."""
         with contextlib.suppress(grpc.RpcError):
             method(request, timeout=_FORGET_TIMEOUT_S)
 
 
+@dataclass(slots=True)
+class Ahead:
+    """The first question of a batch, asked while the batch before it is moved."""
+
+    answer: Any
+    asked_at: float
+
+
 class StoreSession:
-    """One incarnation of the node, and the way to its bytes."""
+    """One incarnation of the node, and the way to its bytes.
+
+    `ahead` of a put or get is what `ask_put` or `ask_get` gave for the same batch; `meanwhile` is
+    called once it is answered, before the bytes are moved: the time to ask for the next batch.
+    """
 
     def __init__(self, calls: ControlCalls, incarnation: str, mover: Mover) -> None:
         self._calls = calls
         self._incarnation = incarnation
         self.mover = mover
 
-    def put(self, items: Sequence[PutItem], tenant: str, until: float) -> list[PutResult]:
+    def ask_put(self, items: Sequence[PutItem], tenant: str, until: float) -> Ahead:
+        """Reserve room for a batch, without waiting for the answer."""
+        request = pb.PutStartRequest(
+            items=[pb.PutItem(key=i.key, num_bytes=i.num_bytes) for i in items],
+            incarnation=self._incarnation,
+            tenant=tenant,
+        )
+        asked_at = time.monotonic()
+        return Ahead(self._calls.begin(self._calls.stub.PutStart, request, until), asked_at)
+
+    def put(
+        self,
+        items: Sequence[PutItem],
+        ahead: Ahead,
+        until: float,
+        meanwhile: Callable[[], None] = _nothing,
+    ) -> list[PutResult]:
         """One batch.
 
         Raises:
             grpc.RpcError, OSError, TransferError: the node is lost, or another incarnation.
             OutOfTimeError: it took too long.
         """
-        request = pb.PutStartRequest(
-            items=[pb.PutItem(key=i.key, num_bytes=i.num_bytes) for i in items],
-            incarnation=self._incarnation,
-            tenant=tenant,
-        )
-        started = time.monotonic()
         stub = self._calls.stub
-        reserved = self._calls.call(stub.PutStart, request, until).reservations
+        reserved = ahead.answer.result().reservations
+        meanwhile()
         results = [PutResult(outcome_of(r.status), r.checksum) for r in reserved]
         granted = [at for at, r in enumerate(reserved) if r.status == pb.ITEM_STATUS_OK]
         if not granted:
@@ -83,7 +122,7 @@ class StoreSession:
             _move(reserved[at].put_id, reserved[at].placement, items[at].write) for at in granted
         ]
         try:
-            checksums = self.mover.write(moves, until, begin_by=started + half_s)
+            checksums = self.mover.write(moves, until, begin_by=ahead.asked_at + half_s)
             published = self._publish(moves, checksums, until)
         except BaseException as error:
             if not isinstance(error, grpc.RpcError):
@@ -97,9 +136,22 @@ class StoreSession:
             results[at] = PutResult(outcome, (sum_ or 0) if outcome is Outcome.OK else 0)
         return results
 
-    def get(self, keys: Sequence[bytes], sink: Sink, until: float) -> list[GetResult]:
+    def ask_get(self, keys: Sequence[bytes], until: float) -> Ahead:
+        """Find and lease a batch, without waiting for the answer."""
+        request = pb.GetRequest(keys=keys, incarnation=self._incarnation)
+        return Ahead(self._calls.begin(self._calls.stub.Get, request, until), time.monotonic())
+
+    def get(
+        self,
+        keys: Sequence[bytes],
+        ahead: Ahead,
+        sink: Sink,
+        until: float,
+        meanwhile: Callable[[], None] = _nothing,
+    ) -> list[GetResult]:
         """One batch; errors as `put`. Objects found damaged are reported to the node."""
-        found = self.find(keys, until)
+        found = ahead.answer.result().results
+        meanwhile()
         results = [GetResult(outcome_of(f.status)) for f in found]
         leased = [at for at, f in enumerate(found) if f.status == pb.ITEM_STATUS_OK]
         if not leased:
@@ -115,11 +167,6 @@ class StoreSession:
         if corrupt:
             self._calls.forget(self._calls.stub.Check, pb.CheckRequest(keys=corrupt))
         return results
-
-    def find(self, keys: Sequence[bytes], until: float) -> Any:
-        """Find and lease objects; errors as `put`."""
-        request = pb.GetRequest(keys=keys, incarnation=self._incarnation)
-        return self._calls.call(self._calls.stub.Get, request, until).results
 
     def holds(self, lease_ids: Sequence[int], until: float, renew_s: float = 0.0) -> list[bool]:
         """Whether leases hold; those that do are renewed. Errors as `put`."""
