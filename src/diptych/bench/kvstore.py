@@ -1,7 +1,8 @@
 """`diptych bench kvstore`: bytes per second into and out of a store node of this host.
 
 Next to them stands a plain memory copy of the same bytes in the same run: the bound for any store
-that copies, and what makes figures of different machines comparable.
+that copies, and what makes figures of different machines comparable. With `--peers` other stores
+are measured by the same bytes in the same run.
 """
 
 from __future__ import annotations
@@ -10,22 +11,35 @@ import argparse
 import os
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from diptych.bench.offline import report, say
 from diptych.bench.store_node import running_node
+from diptych.bench.store_subjects import (
+    Buffer,
+    Ours,
+    Subject,
+    has_mooncake,
+    running_mooncake,
+    running_redis,
+)
 from diptych.config import MIB
 from diptych.connectors.store_client import StoreClient
-from diptych.connectors.store_results import GetResult, Outcome, PutItem, PutResult
+from diptych.connectors.store_cluster import FixedNodes, StoreCluster
+from diptych.connectors.store_views import leased
 from diptych.errors import UnavailableError
 
-Buffer = NDArray[np.uint8]
+_VIEW_BATCH = 64
+_VIEW_BYTES = 2 * MIB
+_LOOKUP_PAGES = 1000
+_CALLS = 21
+_WARM_UP = 4
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -36,83 +50,134 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--set-bytes", type=int, default=256 * MIB, help="bytes per round: more than any cache")
     add("--rounds", type=int, default=5, help="rounds that are measured")
     add("--transport", nargs="+", default=["memory", "stream"], help="memory, stream")
+    add("--peers", action="store_true", help="Redis and, where it is installed, Mooncake too")
     add("--output-json", type=Path, default=None, help="write the figures to this file")
     add("--result-dir", type=Path, default=None, help="write a dated record into this folder")
 
 
 def main(args: argparse.Namespace) -> int:
     """Measure, print, report."""
-    rows = []
-    with running_node(4 * args.set_bytes) as address:
+    with ExitStack() as stack:
+        address = stack.enter_context(running_node(4 * args.set_bytes))
+        subjects: dict[str, Subject] = {}
         for transport in args.transport:
             client = StoreClient(address, transport=transport, timeout_s=60.0)
-            for object_bytes in args.object_bytes:
-                row = _measure(client, object_bytes, args)
-                rows.append({"transport": transport, "object_bytes": object_bytes, **row})
-                say(
-                    f"{transport:>7} {object_bytes >> 10:6d} KiB:"
-                    f"  put {row['put_gb_per_s']:5.2f} GB/s ({row['put_ratio']:.2f} of a copy)"
-                    f"  get {row['get_gb_per_s']:5.2f} GB/s ({row['get_ratio']:.2f})"
-                    f"  copy {row['copy_gb_per_s']:5.2f} GB/s"
-                )
-            client.close()
+            stack.callback(client.close)
+            subjects[transport] = Ours(client)
+        if args.peers:
+            subjects["redis"] = stack.enter_context(running_redis())
+        if args.peers and has_mooncake():
+            subjects["mooncake"] = stack.enter_context(running_mooncake(4 * args.set_bytes))
+        rows = [row for size in args.object_bytes for row in _rows(subjects, size, args)]
+        calls = {"view_s": _views(address), "lookup_s": _lookup(address)}
+    say(f"mapped view {1e6 * calls['view_s']:.1f} us each, by batches of {_VIEW_BATCH}")
+    say(f"look-up of {_LOOKUP_PAGES} pages {1e3 * calls['lookup_s']:.2f} ms")
+    _say_ratios(rows)
     # what else the machine was doing
-    report("kvstore", args, "cpu", {"load_average": os.getloadavg()[0], "rows": rows})
+    figures = {"load_average": os.getloadavg()[0], "calls": calls, "rows": rows}
+    report("kvstore", args, "cpu", figures)
     return 0
 
 
-def _measure(client: StoreClient, object_bytes: int, args: argparse.Namespace) -> dict[str, Any]:
+def _rows(
+    subjects: dict[str, Subject], object_bytes: int, args: argparse.Namespace
+) -> list[dict[str, Any]]:
+    """One row a subject. They take turns in every round, so that what the machine does besides
+    meets all of them."""
     count = args.set_bytes // object_bytes
     source = np.random.default_rng(0).integers(0, 256, (count, object_bytes), dtype=np.uint8)
     target = np.zeros_like(source)
-    steps: dict[str, list[float]] = {"put": [], "get": [], "copy": []}
+    seconds: dict[str, list[dict[str, float]]] = {name: [] for name in subjects}
     # the first rounds touch every page of the pool, which costs more than the copy
-    for round_ in range(-4, args.rounds):
-        keys = [os.urandom(32) for _ in range(count)]
-        target[:] = 0
-        seconds = {
-            "put": _timed(partial(_put, client, keys, source)),
-            "get": _timed(partial(_get, client, keys, target)),
-        }
-        if not np.array_equal(source, target):
-            raise AssertionError("the store gave other bytes than it took")
-        seconds["copy"] = _timed(partial(_copy, source, target))
-        if round_ >= 0:
-            for step, value in seconds.items():
-                steps[step].append(value)
-    rates = {s: count * object_bytes / statistics.median(v) / 1e9 for s, v in steps.items()}
-    return {
-        **{f"{step}_gb_per_s": rate for step, rate in rates.items()},
+    for round_ in range(-_WARM_UP, args.rounds):
+        for name, subject in subjects.items():
+            step = _round(subject, source, target)
+            if round_ >= 0:
+                seconds[name].append(step)
+    return [
+        _row(name, object_bytes, count * object_bytes, steps) for name, steps in seconds.items()
+    ]
+
+
+def _round(subject: Subject, source: Buffer, target: Buffer) -> dict[str, float]:
+    keys = [os.urandom(32) for _ in range(len(source))]
+    target[:] = 0
+    seconds = {
+        "put": _timed(partial(subject.put, keys, source)),
+        "get": _timed(partial(subject.get, keys, target)),
+    }
+    if not np.array_equal(source, target):
+        raise AssertionError("the store gave other bytes than it took")
+    subject.forget(keys)
+    return {**seconds, "copy": _timed(partial(_copy, source, target))}
+
+
+def _row(
+    name: str, object_bytes: int, num_bytes: int, steps: list[dict[str, float]]
+) -> dict[str, Any]:
+    medians = {what: statistics.median(s[what] for s in steps) for what in ("put", "get", "copy")}
+    rates = {what: num_bytes / seconds / 1e9 for what, seconds in medians.items()}
+    row = {
+        "transport": name,
+        "object_bytes": object_bytes,
+        **{f"{what}_gb_per_s": rate for what, rate in rates.items()},
         "put_ratio": rates["put"] / rates["copy"],
         "get_ratio": rates["get"] / rates["copy"],
         "put_objects_per_s": rates["put"] * 1e9 / object_bytes,
         "get_objects_per_s": rates["get"] * 1e9 / object_bytes,
         "seconds": steps,
     }
+    say(
+        f"{name:>8} {object_bytes >> 10:6d} KiB:"
+        f"  put {row['put_gb_per_s']:5.2f} GB/s ({row['put_ratio']:.2f} of a copy)"
+        f"  get {row['get_gb_per_s']:5.2f} GB/s ({row['get_ratio']:.2f})"
+        f"  copy {row['copy_gb_per_s']:5.2f} GB/s"
+    )
+    return row
 
 
-def _put(client: StoreClient, keys: list[bytes], source: Buffer) -> None:
-    items = [
-        PutItem(key, row.nbytes, partial(_fill, row)) for key, row in zip(keys, source, strict=True)
-    ]
-    _check(client.put_many(items))
+def _views(address: str) -> float:
+    """Seconds for one object to be read in place: found, leased, verified and released."""
+    client = StoreClient(address, transport="memory", timeout_s=60.0)
+    keys = [os.urandom(32) for _ in range(_VIEW_BATCH)]
+    Ours(client).put(keys, np.zeros((_VIEW_BATCH, _VIEW_BYTES), np.uint8))
+
+    def read() -> None:
+        with leased(client, keys) as found:
+            if None in found.views or not found.verify():
+                raise UnavailableError("the store lost an object")
+
+    seconds = statistics.median(_timed(read) for _ in range(_CALLS))
+    client.close()
+    return seconds / _VIEW_BATCH
 
 
-def _fill(row: Buffer, view: memoryview) -> None:
-    np.copyto(np.frombuffer(view, np.uint8), row)
+def _lookup(address: str) -> float:
+    """Seconds to learn which pages of a long prefix are there; half of them are."""
+    cluster = StoreCluster(FixedNodes([address]), timeout_s=60.0)
+    keys = [os.urandom(32) for _ in range(_LOOKUP_PAGES)]
+    [client] = cluster.clients().values()
+    Ours(client).put(keys[::2], np.zeros((len(keys[::2]), 4096), np.uint8))
+
+    def ask() -> None:
+        if sum(cluster.exists_many(keys)) != len(keys[::2]):
+            raise UnavailableError("the store lost an object")
+
+    seconds = statistics.median(_timed(ask) for _ in range(_CALLS))
+    cluster.close()
+    return seconds
 
 
-def _get(client: StoreClient, keys: list[bytes], target: Buffer) -> None:
-    def take(at: int, view: memoryview) -> None:
-        np.copyto(target[at], np.frombuffer(view, np.uint8))
-
-    _check(client.get_many(keys, take))
-
-
-def _check(results: Sequence[PutResult | GetResult]) -> None:
-    failed = [result.outcome.value for result in results if result.outcome is not Outcome.OK]
-    if failed:
-        raise UnavailableError(f"the store failed {len(failed)} objects: {failed[0]}")
+def _say_ratios(rows: list[dict[str, Any]]) -> None:
+    """Our stream beside each peer, object size by object size."""
+    ours = {row["object_bytes"]: row for row in rows if row["transport"] == "stream"}
+    for row in rows:
+        own = ours.get(row["object_bytes"])
+        if own is not None and row["transport"] in ("redis", "mooncake"):
+            put = own["put_gb_per_s"] / row["put_gb_per_s"]
+            get = own["get_gb_per_s"] / row["get_gb_per_s"]
+            kib = row["object_bytes"] >> 10
+            say(f"stream / {row['transport']}, {kib} KiB: put {put:.2f}, get {get:.2f}")
 
 
 def _copy(source: Buffer, target: Buffer) -> None:

@@ -167,6 +167,11 @@ class StoreClient:
             raise TransferError(f"the KV store at {self.address} does not answer")
         return done
 
+    def forget(self, method: str, request: Any) -> None:
+        """Tell the node what it would find out by itself; whether it hears it does not matter."""
+        if self.usable:
+            self._calls.forget(getattr(self._calls.stub, method), request)
+
     def close(self) -> None:
         """Drop mapping and connections; to calls under way and later ones the store is lost.
         Idempotent."""

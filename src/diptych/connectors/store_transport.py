@@ -110,6 +110,10 @@ class MappedMover:
         view = self._view.toreadonly()
         return [self._touch(move, view, until) for move in moves]
 
+    def view(self, offset: int, num_bytes: int) -> memoryview:
+        """Bytes of the pool, read-only."""
+        return self._view[offset : offset + num_bytes].toreadonly()
+
     def _touch(self, move: Move, pool: memoryview, until: float) -> int | None:
         if time.monotonic() >= until:
             return None
