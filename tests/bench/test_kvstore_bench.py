@@ -14,6 +14,7 @@ def test_the_store_is_measured_against_a_copy(
     assert main(["bench", "kvstore", *flags, "--output-json", str(out)]) == 0
     figures = json.loads(out.read_text())
     assert [row["transport"] for row in figures["rows"]] == ["memory", "stream"]
+    assert figures["calls"]["view_s"] > 0
     for row in figures["rows"]:
         assert row["put_ratio"] == pytest.approx(row["put_gb_per_s"] / row["copy_gb_per_s"])
     assert "of a copy" in capsys.readouterr().out

@@ -58,7 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     """Measure, print, report."""
     with ExitStack() as stack:
-        address = stack.enter_context(running_node(4 * args.set_bytes))
+        address = stack.enter_context(running_node(max(4 * args.set_bytes, 256 * MIB)))
         subjects: dict[str, Subject] = {}
         for transport in args.transport:
             client = StoreClient(address, transport=transport, timeout_s=60.0)
