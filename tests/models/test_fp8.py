@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from diptych import LLM, SamplingParams
+from diptych.config import EngineConfig
+from diptych.engine.executor import UniprocExecutor
 from diptych.errors import ConfigError, ModelLoadError
 from diptych.kernels.dispatch import select_ops
 from diptych.kernels.fp8_tensor import E4M3, Fp8Tensor, dequantise, quantise_rows
@@ -135,6 +138,13 @@ def test_a_matrix_multiplies_what_was_rounded(
     torch.testing.assert_close(matrix(x), expected, rtol=1e-4, atol=1e-3)
     exact = x @ weight.T + tensors.get("m0.bias", torch.zeros(()))
     assert 0.005 < (matrix(x) - exact).norm() / exact.norm() < 0.05
+
+
+def test_kv_of_rounded_weights_has_another_name(plain: Path) -> None:
+    config = EngineConfig(model=str(plain), device="cpu", max_model_len=256, num_kv_blocks=64)
+    executors = [UniprocExecutor(replace(config, quantization=q)) for q in (None, "fp8", "fp8")]
+    names = [executor.kv_namespace for executor in executors]
+    assert names[0] != names[1] == names[2]
 
 
 def test_rows_alone_decide_their_rounding(plain: Path) -> None:
