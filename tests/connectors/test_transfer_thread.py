@@ -6,6 +6,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -79,7 +80,7 @@ def source() -> Iterator[Source]:
 
 @pytest.fixture
 def worker() -> Iterator[Worker]:
-    worker = Worker("auto")
+    worker = Worker(*ALL)
     yield worker
     worker.thread.close()
 
@@ -292,8 +293,16 @@ def test_transports_are_known_by_name() -> None:
         open_transports(["carrier-pigeon"])
     with pytest.raises(ConfigError):
         open_transports([])
-    names = []
-    for transport in open_transports(["tcp", "shm", "tcp"]):
-        names.append(transport.name)
+    assert opened("tcp", "shm", "tcp") == ["tcp", "shm"]
+    # alone with a CPU, NIXL has nothing to offer
+    rdma = any(Path("/sys/class/infiniband").glob("*"))
+    assert opened("auto") == opened("shm", "auto") == [*["nixl"] * rdma, "shm", "tcp", "grpc"]
+    if not WITHOUT_NIXL:
+        assert opened("auto", "nixl") == ["nixl", "shm", "tcp", "grpc"]
+
+
+def opened(*names: str) -> list[str]:
+    transports = open_transports(names)
+    for transport in transports:
         transport.close()
-    assert names == ["tcp", "shm"]
+    return [transport.name for transport in transports]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from diptych.connectors.transports.base import Transport
 from diptych.connectors.transports.tcp_wire import TlsFiles
@@ -21,11 +22,13 @@ class TransportSettings:
     """Where a process listens for readers.
 
     Attributes:
+        device: of the KV pool, `cpu` or `cuda:N`.
         host: address of the TCP and gRPC transports; ports are free ones unless given.
         advertised_host: what peers are told instead, where it differs.
         tls: certificates for mutual TLS; with them nothing travels in the clear.
     """
 
+    device: str = "cpu"
     host: str = "127.0.0.1"
     tcp_port: int = 0
     grpc_port: int = 0
@@ -40,7 +43,8 @@ def open_transports(
     """Open transports in order of preference.
 
     Args:
-        names: of NAMES; `auto` stands for all that work here.
+        names: of NAMES; `auto` stands for all that are of use here: NIXL is left out where there is
+            neither a GPU nor RDMA, for there it is slower than `shm` and `tcp` and wakes often.
 
     Raises:
         ConfigError: an unknown name, or a setting that a transport cannot use.
@@ -51,7 +55,11 @@ def open_transports(
     if unknown or not names:
         raise ConfigError(f"transports are {', '.join((AUTO, *NAMES))}, not {names}")
     opened: list[Transport] = []
-    for name in NAMES if AUTO in names else dict.fromkeys(names):
+    chosen = list(dict.fromkeys(names))
+    if AUTO in names:
+        useful = _useful(settings.device)
+        chosen = [name for name in NAMES if name in useful or name in names]
+    for name in chosen:
         try:
             opened.append(_MAKERS[name](settings))
         except TransferError as error:
@@ -59,6 +67,11 @@ def open_transports(
                 raise
             _log.info("no transfers over %s: %s", name, error.message)
     return opened
+
+
+def _useful(device: str) -> tuple[str, ...]:
+    nixl = device != "cpu" or any(Path("/sys/class/infiniband").glob("*"))
+    return NAMES if nixl else NAMES[1:]
 
 
 def _nixl(settings: TransportSettings) -> Transport:
