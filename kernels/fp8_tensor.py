@@ -46,7 +46,9 @@ def quantise_rows(x: Tensor, tile: int = 0) -> Fp8Tensor:
     """`x`, `[T, K]`, in e4m3: each row's, or each `tile` columns', greatest number becomes 448."""
     rows, columns = x.shape
     width = tile or columns
-    padded = torch.nn.functional.pad(x.float(), (0, -columns % width))
+    padded = x.float()
+    if columns % width:
+        padded = torch.nn.functional.pad(padded, (0, -columns % width))
     parts = padded.view(rows, padded.shape[1] // width, width)
     # not divided: a GPU divides by a number in its own way
     scale = (parts.abs().amax(-1) * (1.0 / E4M3_MAX)).clamp(min=_LEAST_SCALE)
