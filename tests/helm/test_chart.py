@@ -239,6 +239,35 @@ def test_the_store_is_named_so_that_it_may_move() -> None:
     assert yaml.safe_load(config)["worker"]["kvstore"] == "llm-diptych-kvstore:7101"
 
 
+def test_several_stores_are_found_in_the_registry() -> None:
+    items = render("--set", "kvstore.replicas=3")
+
+    config = find(items, "ConfigMap", "llm-diptych-decode")["data"]["config.yaml"]
+    assert "kvstore" not in yaml.safe_load(config)["worker"]
+    store = find(items, "StatefulSet", "llm-diptych-kvstore")["spec"]
+    assert store["replicas"] == 3
+    env = {e["name"]: e.get("value") for e in store["template"]["spec"]["containers"][0]["env"]}
+    assert env["DIPTYCH_KVSTORE_NODE_ID"] == "$(POD_NAME)"
+
+
+def test_the_disk_tier_has_a_volume_of_each_nodes_own(tmp_path: Path) -> None:
+    flags = "kvstore.disk.enabled=true,kvstore.disk.storageClassName=fast"
+    items = render("--set", flags)
+
+    store = find(items, "StatefulSet", "llm-diptych-kvstore")["spec"]
+    [claim] = store["volumeClaimTemplates"]
+    assert claim["spec"]["resources"]["requests"] == {"storage": "20Gi"}
+    assert claim["spec"]["storageClassName"] == "fast"
+    mounts = store["template"]["spec"]["containers"][0]["volumeMounts"]
+    assert {"name": "disk", "mountPath": "/kv"} in mounts
+    file = tmp_path / "config.yaml"
+    file.write_text(find(items, "ConfigMap", "llm-diptych-kvstore")["data"]["config.yaml"])
+    config = load(("kvstore",), {}, {}, str(file))["kvstore"]
+    assert (config.ssd_path, config.ssd_bytes) == ("/kv/objects", 19327352832)
+    plain = find(render(), "StatefulSet", "llm-diptych-kvstore")["spec"]
+    assert "volumeClaimTemplates" not in plain
+
+
 def test_a_change_of_configuration_restarts_the_pods_it_is_for() -> None:
     def checksums(*argv: str) -> dict[str, str]:
         return {

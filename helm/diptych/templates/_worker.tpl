@@ -116,8 +116,10 @@ worker:
   admin_port: 7002
   drain_s: {{ $values.drainSeconds }}
   ticket_keys: /etc/diptych-tickets/ticket-keys
-  # by name: a store that moved to another node is found again
+  {{- if eq (int $root.Values.kvstore.replicas) 1 }}
+  # by name: a store that moved to another node is found again; several are found in the registry
   kvstore: {{ include "diptych.fullname" $root }}-kvstore:7101
+  {{- end }}
 {{- end -}}
 
 {{/* Requests and limits; a GPU stands in both, equal and quoted. */}}
