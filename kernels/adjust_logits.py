@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from diptych.kernels import sampling_tables as tables
+from diptych.kernels.early_start import let_next_kernel_start, wait_for_earlier_kernels
 from diptych.kernels.triton_noise import gumbel_noise
 
 _NUM_FLOATS = tl.constexpr(tables.NUM_FLOATS)
@@ -100,9 +101,13 @@ def adjust_kernel(
     H: tl.constexpr,
     BV: tl.constexpr,
     LIMITS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """Rows with a limit go to `x`, with the largest and least of each block, `[R, NB]`; of the
     others each block's sample goes to `block_max` and `block_token`."""
+    if EARLY:
+        let_next_kernel_start()
+        wait_for_earlier_kernels()
     i_b, i_r = tl.program_id(0), tl.program_id(1).to(tl.int64)
     row = tl.load(rows + i_r)
     if row >= 0:

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from diptych.kernels import sampling_tables as tables
+from diptych.kernels.early_start import let_next_kernel_start, wait_for_earlier_kernels
 
 _NUM_FLOATS = tl.constexpr(tables.NUM_FLOATS)
 _NUM_INTS = tl.constexpr(tables.NUM_INTS)
@@ -124,6 +125,7 @@ def pivot_kernel(
     CHUNK: tl.constexpr,
     NP: tl.constexpr,
     ROUND: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """Sum, over one chunk of a row, what is not below each of 16 pivots: its number if the row has
     a top-k, else its weights. The last pivot is the floor, whose sum is the row's.
@@ -131,6 +133,9 @@ def pivot_kernel(
     pivots `[2, R, NP]` and partial `[2, R, NC, NP]`, of both rounds; bracket `[2, R, 2]`, the
     first is made by the second round.
     """
+    if EARLY:
+        let_next_kernel_start()
+        wait_for_earlier_kernels()
     i_c, i_r = tl.program_id(0), tl.program_id(1).to(tl.int64)
     num_rows = tl.num_programs(1)
     if _is_searched(rows, floats, ints, i_r):
@@ -188,11 +193,15 @@ def gather_kernel(
     CHUNK: tl.constexpr,
     NP: tl.constexpr,
     ROOM: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """Copy what is in the bracket behind the row, in any order, ROOM at most, counting all of it.
 
     totals `[R, 4, NC]` int64: count and weights above the bracket, and above the floor.
     """
+    if EARLY:
+        let_next_kernel_start()
+        wait_for_earlier_kernels()
     i_c, i_r = tl.program_id(0), tl.program_id(1).to(tl.int64)
     num_rows = tl.num_programs(1)
     if _is_searched(rows, floats, ints, i_r):
@@ -284,8 +293,12 @@ def threshold_kernel(
     BC: tl.constexpr,
     ROOM: tl.constexpr,
     BS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """The smallest logit that top-k, top-p and min-p keep: `least`, `[R]`."""
+    if EARLY:
+        let_next_kernel_start()
+        wait_for_earlier_kernels()
     i_r = tl.program_id(0).to(tl.int64)
     num_rows = tl.num_programs(0)
     if _is_limited(rows, ints, i_r):

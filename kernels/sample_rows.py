@@ -9,6 +9,11 @@ from torch import Tensor
 
 from diptych.kernels import sampling_tables as tables
 from diptych.kernels.adjust_logits import adjust_kernel
+from diptych.kernels.early_start import (
+    early_start,
+    let_next_kernel_start,
+    wait_for_earlier_kernels,
+)
 from diptych.kernels.limit_logits import gather_kernel, pivot_kernel, threshold_kernel
 from diptych.kernels.sampling_tables import SamplingTables
 from diptych.kernels.triton_noise import gumbel_noise
@@ -42,8 +47,12 @@ def _limited_kernel(
     V: tl.constexpr,
     NB: tl.constexpr,
     BV: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """Sample each block of the rows with a limit among what is not below it."""
+    if EARLY:
+        let_next_kernel_start()
+        wait_for_earlier_kernels()
     i_b, i_r = tl.program_id(0), tl.program_id(1).to(tl.int64)
     row = tl.load(rows + i_r)
     flags = tl.load(ints + tl.maximum(row, 0) * _NUM_INTS + _FLAGS)
@@ -76,8 +85,12 @@ def _choose_kernel(
     NB: tl.constexpr,
     BN: tl.constexpr,
     H: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """The best of each row's blocks; the row counts and remembers it if it needs to."""
+    if EARLY:
+        let_next_kernel_start()
+        wait_for_earlier_kernels()
     i_r = tl.program_id(0).to(tl.int64)
     row = tl.load(rows + i_r)
     token = tl.zeros((), tl.int64)
@@ -145,7 +158,7 @@ def _sample(
     block_token = torch.empty(num_rows, blocks, dtype=torch.int32, device=device)
     num_found = torch.empty(num_rows, dtype=torch.int32, device=device)
     sizes = {"V": vocab, "NB": blocks}
-    kept = {"H": state.recent.shape[1]}
+    kept, early = {"H": state.recent.shape[1]}, early_start(device)
     adjust_kernel[grid](
         logits,
         rows,
@@ -171,6 +184,7 @@ def _sample(
         BV=BLOCK,
         LIMITS=limits,
         num_warps=8,
+        **early,
     )
     if limits:
         least = _find_thresholds(x, rows, state, block_max, block_min, num_found, vocab)
@@ -186,6 +200,7 @@ def _sample(
             **sizes,
             BV=BLOCK,
             num_warps=8,
+            **early,
         )
     _choose_kernel[(num_rows,)](
         out,
@@ -200,6 +215,7 @@ def _sample(
         **kept,
         BN=triton.next_power_of_2(blocks),
         num_warps=1,
+        **early,
     )
 
 
@@ -227,7 +243,7 @@ def _find_thresholds(
         "NC": chunks,
         "BC": triton.next_power_of_2(chunks),
     }
-    of_row = (x, rows, state.floats, state.ints, block_max)
+    of_row, early = (x, rows, state.floats, state.ints, block_max), early_start(device)
     for turn in range(2):
         pivot_kernel[(chunks, num_rows)](
             *of_row,
@@ -241,6 +257,7 @@ def _find_thresholds(
             NP=PIVOTS,
             ROUND=turn,
             num_warps=8,
+            **early,
         )
     gather_kernel[(chunks, num_rows)](
         *of_row,
@@ -255,6 +272,7 @@ def _find_thresholds(
         NP=PIVOTS,
         ROOM=ROOM,
         num_warps=8,
+        **early,
     )
     threshold_kernel[(num_rows,)](
         *of_row,
@@ -267,5 +285,6 @@ def _find_thresholds(
         ROOM=ROOM,
         BS=2048,
         num_warps=8,
+        **early,
     )
     return least
