@@ -109,15 +109,17 @@ def adjust_kernel(
         let_next_kernel_start()
         wait_for_earlier_kernels()
     i_b, i_r = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    o_v = i_b * BV + tl.arange(0, BV)
+    inside = o_v < V
+    # [BV], on its way while the row is looked up
+    b_logit = tl.load(logits + i_r * stride_logits + o_v, mask=inside, other=float("-inf"))
     row = tl.load(rows + i_r)
+    position = tl.load(positions + i_r)
     if row >= 0:
-        position = tl.load(positions + i_r)
         flags = tl.load(ints + row * _NUM_INTS + _FLAGS)
-        o_v = i_b * BV + tl.arange(0, BV)
-        inside = o_v < V
-        # [BV]
-        b_x = tl.load(logits + i_r * stride_logits + o_v, mask=inside, other=float("-inf"))
-        b_x = b_x.to(tl.float32)
+        seed = tl.load(ints + row * _NUM_INTS)
+        temperature = tl.load(floats + row * _NUM_FLOATS)
+        b_x = b_logit.to(tl.float32)
         # NaN is never sampled
         b_x = tl.where(b_x == b_x, b_x, float("-inf"))
         if flags & _ALLOWED:
@@ -148,8 +150,7 @@ def adjust_kernel(
                 tl.load(of_row + _FREQUENCY),
                 tl.load(of_row + _REPETITION),
             )
-        temperature = tl.load(floats + row * _NUM_FLOATS)
-        if temperature > 0.0:
+        if (temperature > 0.0) & (temperature != 1.0):
             b_x = tl.div_rn(b_x, temperature + tl.zeros((BV,), tl.float32))
         if LIMITS and (flags & _LIMITED):
             # finite above, and one zero
@@ -163,7 +164,7 @@ def adjust_kernel(
                 tl.store(num_found + i_r, 0)
         else:
             if temperature > 0.0:
-                b_x += gumbel_noise(tl.load(ints + row * _NUM_INTS), position, o_v)
+                b_x += gumbel_noise(seed, position, o_v)
             best, at = tl.max(b_x, 0, return_indices=True)
             tl.store(block_max + i_r * NB + i_b, best)
             tl.store(block_token + i_r * NB + i_b, i_b * BV + at)

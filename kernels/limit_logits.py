@@ -3,8 +3,11 @@
 Two rounds of 16 pivots, counted over chunks of the row by many programs, leave a narrow bracket.
 What lies in it is gathered, and one program per row bisects the ordered bits of those floats.
 Pivots only narrow, with a margin for the rounding of their sums; what decides are counts, and
-weights `exp(x - max)` as integers of 40 binary places, whose sums have no order. A bracket that
+weights `exp(x - max)` as integers of 38 binary places, whose sums have no order. A bracket that
 holds more than is gathered is bisected over the whole row: slower, and as exact.
+
+As many programs as fill the device share the chunks of those rows that have a limit; where no row
+has one they leave at once.
 """
 
 from __future__ import annotations
@@ -23,7 +26,9 @@ _LOG_MIN_P = tl.constexpr(tables.LOG_MIN_P)
 _FLAGS = tl.constexpr(tables.FLAGS)
 _LIMITED = tl.constexpr(tables.LIMITED)
 _LARGEST = tl.constexpr(tables.LARGEST)
-_UNITS = tl.constexpr(float(1 << 40))
+# a weight has two halves of so many binary places, whose sums over a block fit int32
+_HALF_BITS = tl.constexpr(tables.WEIGHT_BITS // 2)
+_HALF = tl.constexpr(float(1 << (tables.WEIGHT_BITS // 2)))
 # relative, of sums of float32
 _MARGIN = tl.constexpr(1e-4)
 # below the maximum the first pivots reach so far
@@ -45,25 +50,43 @@ def _float_of(key):
 
 
 @triton.jit
+def _halves(b_x, top):
+    """The weights as two int32: units of the first half, and of the rest."""
+    b_w = tl.exp(b_x - top) * _HALF
+    b_high = b_w.to(tl.int32)
+    return b_high, ((b_w - b_high.to(tl.float32)) * _HALF).to(tl.int32)
+
+
+@triton.jit
 def _weight(b_x, top):
     """int64."""
-    return (tl.exp(b_x - top) * _UNITS).to(tl.int64)
+    b_high, b_low = _halves(b_x, top)
+    return (b_high.to(tl.int64) << _HALF_BITS) + b_low
 
 
 @triton.jit
-def _is_limited(rows, ints, i_r):
-    row = tl.load(rows + i_r)
-    flags = tl.load(ints + tl.maximum(row, 0) * _NUM_INTS + _FLAGS)
-    return (row >= 0) & ((flags & _LIMITED) != 0)
+def limited_rows(rows, floats, ints, num_rows, SEARCHED: tl.constexpr, BR: tl.constexpr):
+    """`[BR]`: 1, 2, ... at the rows with a limit, 0 at the others; and their number.
+
+    SEARCHED leaves out those of min-p alone, whose maximum is enough.
+    """
+    o_r = tl.arange(0, BR)
+    b_row = tl.load(rows + o_r, mask=o_r < num_rows, other=-1)
+    b_at = tl.maximum(b_row, 0)
+    b_flags = tl.load(ints + b_at * _NUM_INTS + _FLAGS)
+    b_limited = (b_row >= 0) & ((b_flags & _LIMITED) != 0)
+    if SEARCHED:
+        b_has_k = tl.load(ints + b_at * _NUM_INTS + _TOP_K) > 0
+        b_limited &= b_has_k | (tl.load(floats + b_at * _NUM_FLOATS + _TOP_P) < 1.0)
+    b_number = tl.cumsum(b_limited.to(tl.int32), 0)
+    return tl.where(b_limited, b_number, 0), tl.sum(b_limited.to(tl.int32), 0)
 
 
 @triton.jit
-def _is_searched(rows, floats, ints, i_r):
-    """Whether top-k or top-p limits the row; for min-p its maximum is enough."""
-    row = tl.maximum(tl.load(rows + i_r), 0)
-    has_k = tl.load(ints + row * _NUM_INTS + _TOP_K) > 0
-    has_p = tl.load(floats + row * _NUM_FLOATS + _TOP_P) < 1.0
-    return _is_limited(rows, ints, i_r) & (has_k | has_p)
+def numbered_row(b_number, number, BR: tl.constexpr):
+    """int64: which of the step's rows has this number, from 0."""
+    o_r = tl.arange(0, BR)
+    return tl.sum(tl.where(b_number == number + 1, o_r, 0), 0).to(tl.int64)
 
 
 @triton.jit
@@ -105,13 +128,14 @@ def _narrow(b_pivot, b_sum, low, high, top_k, top_p, NP: tl.constexpr):
     return low, high
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def pivot_kernel(
     x,
     rows,
     floats,
     ints,
     block_max,
+    num_rows,
     block_min,
     pivots,
     partial,
@@ -120,6 +144,7 @@ def pivot_kernel(
     V: tl.constexpr,
     NB: tl.constexpr,
     BN: tl.constexpr,
+    BR: tl.constexpr,
     NC: tl.constexpr,
     BC: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -127,8 +152,8 @@ def pivot_kernel(
     ROUND: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Sum, over one chunk of a row, what is not below each of 16 pivots: its number if the row has
-    a top-k, else its weights. The last pivot is the floor, whose sum is the row's.
+    """Sum, over chunks of rows, what is not below each of 16 pivots: its number if the row has a
+    top-k, else its weights. The last pivot is the floor, whose sum is the row's.
 
     pivots `[2, R, NP]` and partial `[2, R, NC, NP]`, of both rounds; bracket `[2, R, 2]`, the
     first is made by the second round.
@@ -136,9 +161,12 @@ def pivot_kernel(
     if EARLY:
         let_next_kernel_start()
         wait_for_earlier_kernels()
-    i_c, i_r = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    num_rows = tl.num_programs(1)
-    if _is_searched(rows, floats, ints, i_r):
+    b_number, count = limited_rows(rows, floats, ints, num_rows, True, BR)
+    for work in range(tl.program_id(0), count * NC, tl.num_programs(0)):
+        i_r, i_c = numbered_row(b_number, work // NC, BR), work % NC
+        o_v = i_c * CHUNK + tl.arange(0, CHUNK)
+        # [CHUNK]
+        b_x = tl.load(x + i_r * stride_x + o_v, mask=o_v < V, other=float("-inf"))
         row = tl.load(rows + i_r)
         top_k = tl.load(ints + row * _NUM_INTS + _TOP_K)
         top = _row_top(block_max, i_r, NB, BN)
@@ -158,9 +186,6 @@ def pivot_kernel(
                 tl.store(bracket + i_r * 2, low)
                 tl.store(bracket + i_r * 2 + 1, high)
         of_round = ROUND * num_rows + i_r
-        o_v = i_c * CHUNK + tl.arange(0, CHUNK)
-        # [CHUNK]
-        b_x = tl.load(x + i_r * stride_x + o_v, mask=o_v < V, other=float("-inf"))
         b_w = tl.where(top_k > 0, 1.0, tl.exp(b_x - top))
         at = partial + (of_round * NC + i_c) * NP
         for j in tl.static_range(NP):
@@ -173,12 +198,24 @@ def pivot_kernel(
 
 
 @triton.jit
+def _store_sums(totals, which, b_x, b_in, top, has_p, NB: tl.constexpr):
+    """Count and weights of a block; the latter only where top-p asks for them."""
+    tl.store(totals + which * NB, tl.sum(b_in.to(tl.int32), 0).to(tl.int64))
+    if has_p:
+        b_high, b_low = _halves(b_x, top)
+        high = tl.sum(tl.where(b_in, b_high, 0), 0).to(tl.int64)
+        low = tl.sum(tl.where(b_in, b_low, 0), 0).to(tl.int64)
+        tl.store(totals + (which + 1) * NB, (high << _HALF_BITS) + low)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
 def gather_kernel(
     x,
     rows,
     floats,
     ints,
     block_max,
+    num_rows,
     pivots,
     partial,
     bracket,
@@ -188,26 +225,31 @@ def gather_kernel(
     V: tl.constexpr,
     NB: tl.constexpr,
     BN: tl.constexpr,
+    BR: tl.constexpr,
     NC: tl.constexpr,
     BC: tl.constexpr,
-    CHUNK: tl.constexpr,
     NP: tl.constexpr,
+    BV: tl.constexpr,
     ROOM: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     """Copy what is in the bracket behind the row, in any order, ROOM at most, counting all of it.
 
-    totals `[R, 4, NC]` int64: count and weights above the bracket, and above the floor.
+    totals `[R, 4, NB]` int64: count and weights above the bracket, and above the floor.
     """
     if EARLY:
         let_next_kernel_start()
         wait_for_earlier_kernels()
-    i_c, i_r = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    num_rows = tl.num_programs(1)
-    if _is_searched(rows, floats, ints, i_r):
+    b_number, count = limited_rows(rows, floats, ints, num_rows, True, BR)
+    for work in range(tl.program_id(0), count * NB, tl.num_programs(0)):
+        i_r, i_b = numbered_row(b_number, work // NB, BR), work % NB
+        o_v = i_b * BV + tl.arange(0, BV)
+        # [BV]
+        b_x = tl.load(x + i_r * stride_x + o_v, mask=o_v < V, other=float("-inf"))
         row = tl.load(rows + i_r)
         top = _row_top(block_max, i_r, NB, BN)
         floor = _row_floor(floats, row, top)
+        top_p = tl.load(floats + row * _NUM_FLOATS + _TOP_P)
         of_round = num_rows + i_r
         low, high = _narrow(
             tl.load(pivots + of_round * NP + tl.arange(0, NP)),
@@ -215,72 +257,137 @@ def gather_kernel(
             tl.load(bracket + i_r * 2),
             tl.load(bracket + i_r * 2 + 1),
             tl.load(ints + row * _NUM_INTS + _TOP_K),
-            tl.load(floats + row * _NUM_FLOATS + _TOP_P),
+            top_p,
             NP,
         )
-        if i_c == 0:
+        if i_b == 0:
             tl.store(bracket + of_round * 2, low)
             tl.store(bracket + of_round * 2 + 1, high)
-        o_v = i_c * CHUNK + tl.arange(0, CHUNK)
-        # [CHUNK]
-        b_x = tl.load(x + i_r * stride_x + o_v, mask=o_v < V, other=float("-inf"))
         b_key = _key(b_x)
-        b_w = _weight(b_x, top)
         b_in = ((b_key >= low) & (b_key < high)).to(tl.int32)
-        count = tl.sum(b_in, 0)
-        if count > 0:
-            start = tl.atomic_add(num_found + i_r, count)
-            b_at = start + tl.cumsum(b_in, 0) - 1
+        num = tl.sum(b_in, 0)
+        if num > 0:
+            b_at = tl.atomic_add(num_found + i_r, num) + tl.cumsum(b_in, 0) - 1
             tl.store(x + i_r * stride_x + V + b_at, b_x, mask=(b_in != 0) & (b_at < ROOM))
-        at = totals + i_r * 4 * NC + i_c
-        b_above, b_kept = b_key >= high, b_x >= floor
-        tl.store(at, tl.sum(b_above.to(tl.int32), 0).to(tl.int64))
-        tl.store(at + NC, tl.sum(tl.where(b_above, b_w, 0), 0))
-        tl.store(at + 2 * NC, tl.sum(b_kept.to(tl.int32), 0).to(tl.int64))
-        tl.store(at + 3 * NC, tl.sum(tl.where(b_kept, b_w, 0), 0))
+        of_block = totals + i_r * 4 * NB + i_b
+        _store_sums(of_block, 0, b_x, b_key >= high, top, top_p < 1.0, NB)
+        _store_sums(of_block, 2, b_x, b_x >= floor, top, top_p < 1.0, NB)
 
 
 @triton.jit
-def _sums_from(found, num, from_key, high, top, BS: tl.constexpr):
-    """Count and weights of the found keys in `[from_key, high)`."""
-    count = tl.zeros((), tl.int64)
-    weight = tl.zeros((), tl.int64)
+def _sums_from(found, num, from_key, high, top, WEIGHTS: tl.constexpr, BS: tl.constexpr):
+    """Count of the found keys in `[from_key, high)`, or their weights."""
+    total = tl.zeros((), tl.int64)
     for first in range(0, num, BS):
         o_n = first + tl.arange(0, BS)
         # [BS]
         b_x = tl.load(found + o_n, mask=o_n < num, other=float("-inf"))
         b_key = _key(b_x)
-        b_in = (o_n < num) & (b_key >= from_key) & (b_key < high)
-        count += tl.sum(b_in.to(tl.int64), 0)
-        weight += tl.sum(tl.where(b_in, _weight(b_x, top), 0), 0)
-    return count, weight
+        b_in = (b_key >= from_key) & (b_key < high)
+        if WEIGHTS:
+            total += tl.sum(tl.where(b_in, _weight(b_x, top), 0), 0)
+        else:
+            total += tl.sum(b_in.to(tl.int32), 0)
+    return total
 
 
 @triton.jit
-def _bisect(found, num, low, high, top, above, wanted, BY_K: tl.constexpr, BS: tl.constexpr):
+def _sums_here(b_key, b_w, from_key, WEIGHTS: tl.constexpr):
+    """As `_sums_from`, of keys in registers that are all below the end."""
+    b_in = b_key >= from_key
+    if WEIGHTS:
+        total = tl.sum(tl.where(b_in, b_w, 0), 0)
+    else:
+        total = tl.sum(b_in.to(tl.int32), 0).to(tl.int64)
+    return total
+
+
+@triton.jit
+def _bisect(
+    found,
+    num,
+    b_key,
+    b_w,
+    low,
+    high,
+    top,
+    above,
+    wanted,
+    HERE: tl.constexpr,
+    WEIGHTS: tl.constexpr,
+    BS: tl.constexpr,
+):
     """The largest key from which on the sum, `above` included, is at least `wanted`.
 
     That is so of `low`, and not of `high`, from which on `above` is the sum.
     """
-    end = high
     low, past = low.to(tl.int64), high.to(tl.int64)
     while past - low > 1:
         middle = (low + past) >> 1
-        count, weight = _sums_from(found, num, middle.to(tl.int32), end, top, BS)
-        total = above + (count if BY_K else weight)
-        reaches = total.to(tl.float64) >= wanted
+        if HERE:
+            total = _sums_here(b_key, b_w, middle.to(tl.int32), WEIGHTS)
+        else:
+            total = _sums_from(found, num, middle.to(tl.int32), high, top, WEIGHTS, BS)
+        reaches = (above + total).to(tl.float64) >= wanted
         low = tl.where(reaches, middle, low)
         past = tl.where(reaches, past, middle)
-    return low
+    return low.to(tl.int32)
 
 
 @triton.jit
+def _threshold(
+    found,
+    num,
+    low,
+    high,
+    top,
+    floor,
+    totals,
+    top_k,
+    top_p,
+    HERE: tl.constexpr,
+    NB: tl.constexpr,
+    BN: tl.constexpr,
+    BS: tl.constexpr,
+):
+    """The smallest logit kept of a row, whose candidates are the found ones."""
+    o_b = tl.arange(0, BN)
+    inside = o_b < NB
+    count_above = tl.sum(tl.load(totals + o_b, mask=inside, other=0), 0)
+    weight_above = tl.sum(tl.load(totals + NB + o_b, mask=inside, other=0), 0)
+    num_all = tl.sum(tl.load(totals + 2 * NB + o_b, mask=inside, other=0), 0)
+    total = tl.sum(tl.load(totals + 3 * NB + o_b, mask=inside, other=0), 0)
+    o_n = tl.arange(0, BS)
+    b_x = tl.load(found + o_n, mask=o_n < num, other=float("-inf"))
+    b_key, b_w = _key(b_x), _weight(b_x, top)
+    if (top_k > 0) & (top_k < num_all):
+        wanted = top_k.to(tl.float64)
+        low = _bisect(found, num, b_key, b_w, low, high, top, count_above, wanted, HERE, False, BS)
+        floor = _float_of(low)
+        if HERE:
+            count = _sums_here(b_key, b_w, low + 1, False)
+            weight = _sums_here(b_key, b_w, low + 1, True)
+        else:
+            count = _sums_from(found, num, low + 1, high, top, False, BS)
+            weight = _sums_from(found, num, low + 1, high, top, True, BS)
+        # of those that tie for the last place, as many as have one
+        ties = top_k - count_above - count
+        total = weight_above + weight + ties * _weight(floor, top)
+    if top_p < 1.0:
+        wanted = top_p.to(tl.float64) * total.to(tl.float64)
+        low = _bisect(found, num, b_key, b_w, low, high, top, weight_above, wanted, HERE, True, BS)
+        floor = _float_of(low)
+    return floor
+
+
+@triton.jit(do_not_specialize=["num_rows"])
 def threshold_kernel(
     x,
     rows,
     floats,
     ints,
     block_max,
+    num_rows,
     bracket,
     num_found,
     totals,
@@ -289,8 +396,6 @@ def threshold_kernel(
     V: tl.constexpr,
     NB: tl.constexpr,
     BN: tl.constexpr,
-    NC: tl.constexpr,
-    BC: tl.constexpr,
     ROOM: tl.constexpr,
     BS: tl.constexpr,
     EARLY: tl.constexpr,
@@ -300,37 +405,30 @@ def threshold_kernel(
         let_next_kernel_start()
         wait_for_earlier_kernels()
     i_r = tl.program_id(0).to(tl.int64)
-    num_rows = tl.num_programs(0)
-    if _is_limited(rows, ints, i_r):
-        row = tl.load(rows + i_r)
+    row = tl.load(rows + i_r)
+    flags = tl.load(ints + tl.maximum(row, 0) * _NUM_INTS + _FLAGS)
+    if (row >= 0) & ((flags & _LIMITED) != 0):
         top = _row_top(block_max, i_r, NB, BN)
         threshold = _row_floor(floats, row, top)
-        low = tl.load(bracket + (num_rows + i_r) * 2)
-        high = tl.load(bracket + (num_rows + i_r) * 2 + 1)
-        o_c = tl.arange(0, BC)
-        at, inside = totals + i_r * 4 * NC + o_c, o_c < NC
-        count_above = tl.sum(tl.load(at, mask=inside, other=0), 0)
-        weight_above = tl.sum(tl.load(at + NC, mask=inside, other=0), 0)
-        num_all = tl.sum(tl.load(at + 2 * NC, mask=inside, other=0), 0)
-        total = tl.sum(tl.load(at + 3 * NC, mask=inside, other=0), 0)
-        # what was gathered, or all
-        num = tl.load(num_found + i_r)
-        fits = num <= ROOM
-        found = x + i_r * stride_x + tl.where(fits, V, 0)
-        num = tl.where(fits, num, V)
         top_k = tl.load(ints + row * _NUM_INTS + _TOP_K)
         top_p = tl.load(floats + row * _NUM_FLOATS + _TOP_P)
-        low = low.to(tl.int64)
-        if (top_k > 0) & (top_k < num_all):
-            wanted = top_k.to(tl.float64)
-            low = _bisect(found, num, low, high, top, count_above, wanted, True, BS)
-            threshold = _float_of(low.to(tl.int32))
-            count, weight = _sums_from(found, num, low.to(tl.int32) + 1, high, top, BS)
-            # of those that tie for the last place, as many as have one
-            ties = top_k - count_above - count
-            total = weight_above + weight + ties * _weight(threshold, top)
-        if top_p < 1.0:
-            wanted = top_p.to(tl.float64) * total.to(tl.float64)
-            low = _bisect(found, num, low, high, top, weight_above, wanted, False, BS)
-            threshold = _float_of(low.to(tl.int32))
+        if (top_k > 0) | (top_p < 1.0):
+            low = tl.load(bracket + (num_rows + i_r) * 2)
+            high = tl.load(bracket + (num_rows + i_r) * 2 + 1)
+            of_row = totals + i_r * 4 * NB
+            num = tl.load(num_found + i_r)
+            # what was gathered, in registers or not, or all
+            found = x + i_r * stride_x
+            if num <= (BS if BS < ROOM else ROOM):
+                found += V
+                threshold = _threshold(
+                    found, num, low, high, top, threshold, of_row, top_k, top_p, True, NB, BN, BS
+                )
+            else:
+                fits = num <= ROOM
+                found += tl.where(fits, V, 0)
+                num = tl.where(fits, num, V)
+                threshold = _threshold(
+                    found, num, low, high, top, threshold, of_row, top_k, top_p, False, NB, BN, BS
+                )
         tl.store(least + i_r, threshold)

@@ -14,7 +14,13 @@ from diptych.kernels.early_start import (
     let_next_kernel_start,
     wait_for_earlier_kernels,
 )
-from diptych.kernels.limit_logits import gather_kernel, pivot_kernel, threshold_kernel
+from diptych.kernels.limit_logits import (
+    gather_kernel,
+    limited_rows,
+    numbered_row,
+    pivot_kernel,
+    threshold_kernel,
+)
 from diptych.kernels.sampling_tables import SamplingTables
 from diptych.kernels.triton_noise import gumbel_noise
 
@@ -23,29 +29,36 @@ CHUNK = 4096
 PIVOTS = 16
 # logits of a row that are bisected apart from it
 ROOM = 8192
+IN_REGISTERS = 2048
+# programs that share the rows with a limit: a few for each multiprocessor
+PROGRAMS = 396
+# of a thread of those, so that as many fit
+_REGISTERS = 80
 # rows that share a workspace of 0.6 MB each
 GROUP = 256
 
 _NUM_INTS = tl.constexpr(tables.NUM_INTS)
 _FLAGS = tl.constexpr(tables.FLAGS)
 _PENALISED = tl.constexpr(tables.PENALISED)
-_LIMITED = tl.constexpr(tables.LIMITED)
 _MAX_COUNT = tl.constexpr(tables.MAX_COUNT)
 _REMEMBERED = tl.constexpr(tables.REMEMBERED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _limited_kernel(
     x,
     least,
     rows,
     positions,
+    floats,
     ints,
+    num_rows,
     block_max,
     block_token,
     stride_x,
     V: tl.constexpr,
     NB: tl.constexpr,
+    BR: tl.constexpr,
     BV: tl.constexpr,
     EARLY: tl.constexpr,
 ):
@@ -53,10 +66,10 @@ def _limited_kernel(
     if EARLY:
         let_next_kernel_start()
         wait_for_earlier_kernels()
-    i_b, i_r = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    row = tl.load(rows + i_r)
-    flags = tl.load(ints + tl.maximum(row, 0) * _NUM_INTS + _FLAGS)
-    if (row >= 0) & ((flags & _LIMITED) != 0):
+    b_number, count = limited_rows(rows, floats, ints, num_rows, False, BR)
+    for work in range(tl.program_id(0), count * NB, tl.num_programs(0)):
+        i_r, i_b = numbered_row(b_number, work // NB, BR), work % NB
+        row = tl.load(rows + i_r)
         threshold = tl.load(least + i_r)
         best = float("-inf")
         at = 0
@@ -188,16 +201,19 @@ def _sample(
     )
     if limits:
         least = _find_thresholds(x, rows, state, block_max, block_min, num_found, vocab)
-        _limited_kernel[grid](
+        _limited_kernel[(min(PROGRAMS, num_rows * blocks),)](
             x,
             least,
             rows,
             positions,
+            state.floats,
             state.ints,
+            num_rows,
             block_max,
             block_token,
             x.stride(0),
             **sizes,
+            BR=GROUP,
             BV=BLOCK,
             num_warps=8,
             **early,
@@ -234,33 +250,29 @@ def _find_thresholds(
     pivots = torch.empty(2, num_rows, PIVOTS, device=device)
     partial = torch.empty(2, num_rows, chunks, PIVOTS, device=device)
     bracket = torch.empty(2, num_rows, 2, dtype=torch.int32, device=device)
-    totals = torch.empty(num_rows, 4, chunks, dtype=torch.int64, device=device)
+    totals = torch.empty(num_rows, 4, blocks, dtype=torch.int64, device=device)
     least = torch.empty(num_rows, device=device)
-    sizes = {
-        "V": vocab,
-        "NB": blocks,
-        "BN": triton.next_power_of_2(blocks),
-        "NC": chunks,
-        "BC": triton.next_power_of_2(chunks),
-    }
-    of_row, early = (x, rows, state.floats, state.ints, block_max), early_start(device)
+    of_rows = (x, rows, state.floats, state.ints, block_max, num_rows)
+    sizes = {"V": vocab, "NB": blocks, "BN": triton.next_power_of_2(blocks)}
+    options = {"num_warps": 8, **early_start(device)}
+    shared = {**options, "maxnreg": _REGISTERS}
+    pivoted = {"NC": chunks, "BC": triton.next_power_of_2(chunks), "NP": PIVOTS, "BR": GROUP}
     for turn in range(2):
-        pivot_kernel[(chunks, num_rows)](
-            *of_row,
+        pivot_kernel[(min(PROGRAMS, num_rows * chunks),)](
+            *of_rows,
             block_min,
             pivots,
             partial,
             bracket,
             x.stride(0),
             **sizes,
+            **pivoted,
             CHUNK=CHUNK,
-            NP=PIVOTS,
             ROUND=turn,
-            num_warps=8,
-            **early,
+            **shared,
         )
-    gather_kernel[(chunks, num_rows)](
-        *of_row,
+    gather_kernel[(min(PROGRAMS, num_rows * blocks),)](
+        *of_rows,
         pivots,
         partial,
         bracket,
@@ -268,14 +280,13 @@ def _find_thresholds(
         totals,
         x.stride(0),
         **sizes,
-        CHUNK=CHUNK,
-        NP=PIVOTS,
+        **pivoted,
+        BV=BLOCK,
         ROOM=ROOM,
-        num_warps=8,
-        **early,
+        **shared,
     )
     threshold_kernel[(num_rows,)](
-        *of_row,
+        *of_rows,
         bracket,
         num_found,
         totals,
@@ -283,8 +294,7 @@ def _find_thresholds(
         x.stride(0),
         **sizes,
         ROOM=ROOM,
-        BS=2048,
-        num_warps=8,
-        **early,
+        BS=IN_REGISTERS,
+        **options,
     )
     return least

@@ -27,6 +27,8 @@ MAX_REMEMBERED = 128
 FOREVER = 2**31 - 1
 # logits with a limit are taken as at most this, and as masked below its negative
 LARGEST = 1e38
+# binary places of the weights that top-p adds up
+WEIGHT_BITS = 38
 # of an entry of `counts`: the token is in the prompt; the rest counts up to this
 IN_PROMPT = -(2**15)
 MAX_COUNT = 2**15 - 1

@@ -14,7 +14,7 @@ from diptych.kernels.noise import gumbel_noise
 from diptych.kernels.sampling_tables import SamplingTables
 
 _PARTIAL_SORT = 1024
-_UNITS = float(1 << 40)
+_UNITS = float(1 << tables.WEIGHT_BITS)
 
 
 def sample_rows(
@@ -130,7 +130,7 @@ def _limit(x: Tensor, rows: Tensor, state: SamplingTables) -> None:
 
 
 def _weights(x: Tensor, top: Tensor) -> Tensor:
-    """`exp(x - top)` in int64 with 40 binary places: sums of them have no order."""
+    """`exp(x - top)` in int64 with 38 binary places: sums of them have no order."""
     return (x - top).exp_().mul_(_UNITS).long()
 
 

@@ -229,7 +229,11 @@ def test_a_row_that_is_left_leaves_nothing_behind() -> None:
     rows._num_outputs.clear()
     assert rows.add([0], [], temperature=0.0).sample(LOGITS) == [1]
     rows._num_outputs.clear()
-    assert rows.add([0], [], temperature=0.0, frequency_penalty=0.4).sample(LOGITS) == [1]
+    again = {"temperature": 0.0, "frequency_penalty": 0.4, "repetition_penalty": 1.5}
+    assert rows.add([0], [], **again).sample(LOGITS) == [1]
+    assert rows.sample(LOGITS) == [2]
+    rows._num_outputs.clear()
+    assert rows.add([0], [], **again).sample(LOGITS) == [1]
 
 
 def test_each_sample_counts_in_the_next_one() -> None:

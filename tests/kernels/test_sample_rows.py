@@ -119,8 +119,16 @@ KINDS = [
 ]
 
 
-@pytest.mark.parametrize("vocab", [1, 7, 384, 2049, 9000], ids=lambda v: f"V{v}")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(
+    ("vocab", "dtype"),
+    [
+        (1, torch.float32),
+        (7, torch.bfloat16),
+        (384, torch.float32),
+        (2049, torch.float32),
+        (9000, torch.bfloat16),
+    ],
+)
 def test_agrees_with_torch_in_a_mixed_and_padded_batch(vocab, dtype, device) -> None:
     torch.manual_seed(vocab)
     state = make_tables(16, vocab, device)
@@ -314,6 +322,36 @@ def test_thresholds_are_those_of_a_sort(shape, vocab, top_k, top_p, min_p, seed,
             assert share == pytest.approx(top_p, rel=1e-5, abs=1e-9)
 
 
+@pytest.mark.parametrize(
+    ("kind", "least"),
+    [
+        ({"top_k": 2}, 2.0),
+        ({"top_k": 4}, 2.0),
+        ({"top_k": 5}, 1.0),
+        # of the three that tie two have a place: 0.6 of 1 + 2 / e is more than 1
+        ({"top_k": 3, "top_p": 0.6}, 2.0),
+        ({"top_k": 3, "top_p": 0.55}, 3.0),
+        ({"top_k": 2, "top_p": 0.7}, 3.0),
+        ({"top_p": 0.4}, 3.0),
+        ({"top_p": 0.5}, 2.0),
+        ({"top_p": 0.93}, 2.0),
+        ({"top_p": 0.95}, 1.0),
+        ({"min_p": 0.37}, 3.0),
+        ({"min_p": 0.36}, 2.0),
+        # 1 of 1 + 3 / e
+        ({"min_p": 0.36, "top_p": 0.47}, 3.0),
+        ({"min_p": 0.36, "top_p": 0.48}, 2.0),
+    ],
+)
+def test_thresholds_of_a_row_that_ties(kind, least, device) -> None:
+    x = torch.tensor([[1.0, 2.0, 3.0, 2.0, 2.0, -torch.inf]], device=device)
+    state = make_tables(1, 6, device)
+    set_row(state, 0, **kind)
+    for shift in (0.0, 7.25, -100.0):
+        kept = x + shift >= least_of(x + shift, state)
+        assert torch.equal(kept, x >= least)
+
+
 @pytest.mark.parametrize("kind", [{"top_k": 2500}, {"top_p": 0.6}, {"top_k": 3000, "top_p": 0.5}])
 @pytest.mark.parametrize("shape", ["equal", "tied", "normal"])
 def test_a_bracket_that_is_too_full_is_searched_in_the_whole_row(
@@ -335,7 +373,7 @@ def test_many_rows_are_sampled_in_groups(device, monkeypatch) -> None:
         set_row(state, row, seed=row, top_k=5)
     logits, rows = torch.randn(7, 50, device=device), torch.arange(7, device=device)
     whole = kernel.sample_rows(logits, rows, rows, state)
-    monkeypatch.setattr(kernel, "GROUP", 3)
+    monkeypatch.setattr(kernel, "GROUP", 4)
     assert torch.equal(kernel.sample_rows(logits, rows, rows, state), whole)
 
 
