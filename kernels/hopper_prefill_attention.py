@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 import torch
@@ -12,6 +13,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from diptych.kernels.attention_spec import AttentionSpec, UnfitBackendError
 from diptych.kernels.hopper_prefill_kernel import hopper_prefill_kernel
 from diptych.kernels.paged_prefill_attention import paged_prefill_attention
+from diptych.kernels.unpack_pages import unpack_pages
 
 # Queries of an attending group (what one matrix instruction takes); a program has two groups.
 GROUP_QUERIES = 64
@@ -23,6 +25,8 @@ HEAD_DIMS = (64, 128)
 BLOCK_SIZES = (16, 32, 64, 128)
 # Fewer queries leave most of a program's rows empty, where heads of a group share them instead.
 MIN_QUERIES = 64
+# Keys and values that may be unpacked for one step: 256 MiB.
+MAX_UNPACKED = 1 << 27
 
 _ELEMENTS = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 
@@ -37,8 +41,10 @@ class HopperPrefill:
     def __init__(self, spec: AttentionSpec, device: torch.device) -> None:
         if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
             raise UnfitBackendError("it needs a Hopper GPU (compute capability 9.0)")
-        if spec.dtype not in _ELEMENTS or spec.kv_dtype != spec.dtype:
-            raise UnfitBackendError(f"it takes 16 bits, not {spec.dtype} over {spec.kv_dtype}")
+        if spec.dtype not in _ELEMENTS:
+            raise UnfitBackendError(f"it computes in {list(_ELEMENTS)}, not {spec.dtype}")
+        if spec.kv_dtype not in (spec.dtype, torch.float8_e4m3fn):
+            raise UnfitBackendError(f"it reads no cache of {spec.kv_dtype} for {spec.dtype}")
         if spec.head_dim not in HEAD_DIMS:
             raise UnfitBackendError(f"its heads are of {HEAD_DIMS}, not {spec.head_dim}")
         if spec.block_size not in BLOCK_SIZES:
@@ -60,12 +66,20 @@ class HopperPrefill:
         k_scale: float = 1.0,
         v_scale: float = 1.0,
     ) -> Tensor:
-        """As the reference; of a cache in its own type only, so the scales are 1."""
+        """As the reference. Pages of e4m3 are unpacked first: they are read once for each block of
+        queries."""
         assert sliding_window == 0
-        assert k_scale == v_scale == 1.0
-        args = (q, k_cache, v_cache, block_tables, query_start_loc, seq_lens, scale)
-        if (max_query_len or q.shape[0]) < MIN_QUERIES:
-            return paged_prefill_attention(*args, 0, max_query_len)
+        longest, same_type = max_query_len or q.shape[0], k_cache.dtype == q.dtype
+        elements = block_tables.numel() * k_cache[0].numel() * 2
+        if longest < MIN_QUERIES or (not same_type and elements > MAX_UNPACKED):
+            args = (q, k_cache, v_cache, block_tables, query_start_loc, seq_lens, scale)
+            # of tiles for few queries only, so that no others are compiled while serving
+            return paged_prefill_attention(*args, 0, min(longest, MIN_QUERIES), k_scale, v_scale)
+        if not same_type:
+            k_cache, v_cache, block_tables = unpack_pages(
+                k_cache, v_cache, block_tables, seq_lens, 1.0, v_scale, q.dtype
+            )
+        args = (q, k_cache, v_cache, block_tables, query_start_loc, seq_lens, scale * k_scale)
         return hopper_prefill_attention(*args)
 
 
@@ -136,6 +150,12 @@ def _cache_rows(cache: Tensor) -> TensorDescriptor:
 
 def _rows(x: Tensor, box: int, num_rows: int, width: int, stride: int) -> TensorDescriptor:
     """A matrix over the memory of `x`, of which boxes of `[box, D]` are loaded."""
-    shape = [box, x.shape[-1]]
-    layout = gl.NVMMASharedLayout.get_default_for(shape, _ELEMENTS[x.dtype])
-    return TensorDescriptor(x, [num_rows, width], [stride, 1], shape, layout)
+    dim = x.shape[-1]
+    layout = _box_layout(box, dim, x.dtype)
+    return TensorDescriptor(x, [num_rows, width], [stride, 1], [box, dim], layout)
+
+
+@functools.cache
+def _box_layout(box: int, dim: int, dtype: torch.dtype) -> gl.NVMMASharedLayout:
+    """Kept, for working it out takes as long as a launch."""
+    return gl.NVMMASharedLayout.get_default_for([box, dim], _ELEMENTS[dtype])

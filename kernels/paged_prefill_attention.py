@@ -10,7 +10,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from diptych.kernels.tiles import online_softmax, slot_offsets
+from diptych.kernels.tiles import (
+    converts_fast,
+    online_softmax,
+    query_type,
+    slot_offsets,
+    widened,
+)
 
 # Queries from which larger tiles pay (docs/decisions/0003-attention-tiles.md).
 LONG_PREFILL = 4096
@@ -45,7 +51,7 @@ def _attend_tiles(
     b_acc, b_m, b_l, b_q, p_k, p_v, p_table, o_position, first, last, seq_len, scale_log2,
     stride_block, stride_slot,
     D: tl.constexpr, BS: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr,
-    WINDOW: tl.constexpr, MASKED: tl.constexpr,
+    WINDOW: tl.constexpr, MASKED: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
     """Take the keys `first..last` into the running sums; only MASKED tiles may hold unseen keys."""
     o_d = tl.arange(0, BD)
@@ -61,7 +67,7 @@ def _attend_tiles(
         # [BN, BD]
         b_k = tl.load(p_k + o_kv[:, None] + o_d[None, :], mask=m_kv, other=0.0)
         # [BM, BN]
-        b_s = tl.dot(b_q, tl.trans(b_k.to(b_q.dtype)), input_precision="ieee")
+        b_s = tl.dot(b_q, tl.trans(widened(b_k, b_q, FAST)), input_precision="ieee")
         if MASKED:
             m_seen = (o_n[None, :] <= o_position[:, None]) & m_n[None, :]
             if WINDOW > 0:
@@ -71,7 +77,7 @@ def _attend_tiles(
         b_v = tl.load(p_v + o_kv[:, None] + o_d[None, :], mask=m_kv, other=0.0)
         # [BM, BD]
         b_acc = b_acc * b_factor[:, None]
-        b_acc = tl.dot(b_p.to(b_q.dtype), b_v.to(b_q.dtype), b_acc, input_precision="ieee")
+        b_acc = tl.dot(b_p.to(b_q.dtype), widened(b_v, b_q, FAST), b_acc, input_precision="ieee")
     return b_acc, b_m, b_l
 
 
@@ -105,6 +111,7 @@ def _paged_prefill_kernel(
     BN: tl.constexpr,
     BD: tl.constexpr,
     WINDOW: tl.constexpr,
+    FAST: tl.constexpr,
 ):
     BQ: tl.constexpr = BM // G
     # the last blocks of a sequence see most keys: they start first
@@ -129,7 +136,7 @@ def _paged_prefill_kernel(
     o_head = i_h * G + o_m % G
     p_q = q + o_token[:, None] * stride_q_token + o_head[:, None] * stride_q_head + o_d[None, :]
     # [BM, BD]
-    b_q = tl.load(p_q, mask=m_q, other=0.0)
+    b_q = query_type(tl.load(p_q, mask=m_q, other=0.0), FAST)
 
     p_k, p_v = k_cache + i_h * stride_head, v_cache + i_h * stride_head
     p_table = block_tables + i_s.to(tl.int64) * stride_table
@@ -144,11 +151,11 @@ def _paged_prefill_kernel(
     if WINDOW == 0:
         b_acc, b_m, b_l = _attend_tiles(
             b_acc, b_m, b_l, b_q, p_k, p_v, p_table, o_position, 0, full, seq_len, scale_log2,
-            stride_block, stride_slot, D, BS, BN, BD, WINDOW, False,
+            stride_block, stride_slot, D, BS, BN, BD, WINDOW, False, FAST,
         )  # fmt: skip
     b_acc, b_m, b_l = _attend_tiles(
         b_acc, b_m, b_l, b_q, p_k, p_v, p_table, o_position, first, last, seq_len, scale_log2,
-        stride_block, stride_slot, D, BS, BN, BD, WINDOW, True,
+        stride_block, stride_slot, D, BS, BN, BD, WINDOW, True, FAST,
     )  # fmt: skip
     b_out = b_acc * (v_scale / tl.where(b_l == 0.0, 1.0, b_l))[:, None]
     p_out = out + o_token[:, None] * stride_out_token + o_head[:, None] * D + o_d[None, :]
@@ -217,6 +224,7 @@ def paged_prefill_attention(
         BN=block_n,
         BD=block_d,
         WINDOW=sliding_window,
+        FAST=converts_fast(q, k_cache),
         num_warps=warps,
         num_stages=stages,
     )

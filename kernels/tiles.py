@@ -1,9 +1,13 @@
-"""What the two attention kernels share: where a tile's keys lie, and the running softmax."""
+"""What attention kernels share: where a tile's keys lie, their type, the running softmax."""
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
+
+from diptych.kernels.device_facts import converts_e4m3
 
 
 @triton.jit
@@ -24,6 +28,40 @@ def slot_offsets(
 
 
 @triton.jit
+def query_type(b_q, FAST: tl.constexpr):
+    """Queries as they are multiplied: in float16 for FAST (`widened`), else in their own type."""
+    if FAST:
+        b_q = tl.clamp(b_q.to(tl.float32), -65504.0, 65504.0).to(tl.float16)
+    return b_q
+
+
+@triton.jit
+def widened(b_x, b_q, FAST: tl.constexpr):
+    """Keys or values in the type of the queries; FAST: e4m3 to float16, an instruction a pair.
+
+    The instruction is said to have effects: else the compiler moves it behind the transposition for
+    the matrix unit, and that goes byte by byte.
+    """
+    if FAST:
+        b_y = tl.inline_asm_elementwise(
+            """{
+            .reg .b16 low, high;
+            mov.b32 {low, high}, $2;
+            cvt.rn.f16x2.e4m3x2 $0, low;
+            cvt.rn.f16x2.e4m3x2 $1, high;
+            }""",
+            "=r,=r,r",
+            [b_x],
+            dtype=tl.float16,
+            is_pure=False,
+            pack=4,
+        )
+    else:
+        b_y = b_x.to(b_q.dtype)
+    return b_y
+
+
+@triton.jit
 def online_softmax(b_s, b_m, b_l, scale_log2):
     """Take the scores of one more tile into a running softmax in powers of two.
 
@@ -39,3 +77,9 @@ def online_softmax(b_s, b_m, b_l, scale_log2):
     b_p = tl.exp2(b_s * scale_log2 - b_base[:, None])
     b_factor = tl.exp2(b_m * scale_log2 - b_base)
     return b_p, b_factor, b_max, b_l * b_factor + tl.sum(b_p, 1)
+
+
+def converts_fast(q: Tensor, cache: Tensor) -> bool:
+    """FAST of `widened`."""
+    is_e4m3 = cache.dtype == torch.float8_e4m3fn and q.dtype != torch.float32
+    return is_e4m3 and converts_e4m3(q.device)

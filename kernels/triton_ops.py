@@ -6,7 +6,7 @@ from diptych.kernels.attention_spec import PrefillAttention
 from diptych.kernels.decode_rows import advance_rows, read_rows, write_rows
 from diptych.kernels.fp8_linear import fp8_gated_linear, fp8_linear, fp8_linear_parts
 from diptych.kernels.linear import gated_linear, linear, linear_onto, linear_parts
-from diptych.kernels.paged_decode_attention import paged_decode_attention
+from diptych.kernels.paged_decode_attention import PagedDecode
 from diptych.kernels.paged_prefill_attention import paged_prefill_attention
 from diptych.kernels.quantise_rows import quantise_rows
 from diptych.kernels.rms_norm import add_rms_norm, add_rms_norm_fp8, rms_norm, rms_norm_fp8
@@ -24,9 +24,9 @@ class TritonOps:
 
     def __init__(self, prefill: PrefillAttention = paged_prefill_attention) -> None:
         self.paged_prefill_attention = prefill
+        self.paged_decode_attention = PagedDecode()
 
     store_kv = staticmethod(store_kv)
-    paged_decode_attention = staticmethod(paged_decode_attention)
     rms_norm = staticmethod(rms_norm)
     add_rms_norm = staticmethod(add_rms_norm)
     rope = staticmethod(rope)

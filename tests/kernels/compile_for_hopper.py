@@ -14,14 +14,16 @@ from triton.runtime.jit import JITFunction
 from diptych.kernels import (
     early_start,
     fp8_linear,
+    hopper_prefill_attention,
     paged_decode_attention,
     quantise_rows,
     stream_check,
+    tiles,
 )
 from diptych.kernels.fp8_tensor import E4M3, Fp8Tensor
-from diptych.kernels.hopper_prefill_attention import hopper_prefill_attention
 from diptych.kernels.sampling_tables import make_tables
 from diptych.kernels.triton_ops import TritonOps
+from diptych.kernels.unpack_pages import unpack_pages
 
 SHARED_MEMORY = 232_448
 POINTERS = {
@@ -100,12 +102,14 @@ def launch_all(dtype: torch.dtype, heads: int, kv_heads: int, dim: int, size: in
     inputs = ops.read_rows(rows, *state, tables, size, 32)
     ops.advance_rows(rows, inputs.input_ids, rows, rows, rows)
     ops.write_rows(rows, *state, *state)
-    for hint, kind in ((0, dtype), (1, dtype), (0, torch.float8_e4m3fn)):
+    for hint, kind in ((0, dtype), (1, dtype), (4, torch.float8_e4m3fn)):
         kv = k_cache.to(kind), v_cache.to(kind), tables
         ops.paged_prefill_attention(q, *kv, starts, lengths, 0.1, window, hint)
         ops.paged_decode_attention(q[:8], *kv, lengths, 0.1, window, hint * 100)
     if dtype.itemsize == 2 and dim in (64, 128):
-        hopper_prefill_attention(q, k_cache, v_cache, tables, starts, lengths, 0.1)
+        unpack_pages(*kv, lengths, 1.0, 1.0, dtype)
+        prefill = hopper_prefill_attention.hopper_prefill_attention
+        prefill(q, k_cache, v_cache, tables, starts, lengths, 0.1)
     sampling = make_tables(8, 1000 * dim, torch.device("meta"))
     for limits in (True, False):
         ops.sample_rows(empty(8, 1000 * dim), rows, rows, sampling, limits)
@@ -145,7 +149,8 @@ if __name__ == "__main__":
     JITFunction.run = compile_launch
     early_start._can = stream_check.streams = lambda device: True
     early_start._wanted.set(True)
-    paged_decode_attention._num_multiprocessors = lambda device: 132
+    paged_decode_attention.num_multiprocessors = lambda device: 132
+    tiles.converts_e4m3 = lambda device: True
     launch_all(torch.bfloat16, 32, 8, 128, 64, 0)
     for tile in (0, 128):
         launch_fp8_linear(TritonOps(), torch.bfloat16, tile)

@@ -38,9 +38,9 @@ needs_hopper = pytest.mark.skipif(
         ([300, 128, 127], [1324, 128, 255]),
     ],
 )
-@pytest.mark.parametrize(("stages", "turns"), [(2, True), (3, False)])
+@pytest.mark.parametrize("turns", [True, False])
 def test_prefill_matches_reference(
-    paged_kv, queries, lengths, kv_heads, group, dim, block_size, dtype, stages, turns
+    paged_kv, queries, lengths, kv_heads, group, dim, block_size, dtype, turns
 ) -> None:
     kv = paged_kv(lengths, kv_heads, dim, block_size, dtype)
     device, total, heads = kv.seq_lens.device, sum(queries), kv_heads * group
@@ -48,16 +48,32 @@ def test_prefill_matches_reference(
     q = torch.randn(total + 70, 2 * heads, dim, device=device).to(dtype)[:, :heads]
     starts = torch.tensor([0, *queries], device=device).cumsum(0).int()
     args = (q, kv.k_cache, kv.v_cache, kv.block_tables, starts, kv.seq_lens, dim**-0.5)
-    ours = module.hopper_prefill_attention(*args, stages=stages, turns=turns)
+    ours = module.hopper_prefill_attention(*args, turns=turns)
     theirs = reference.paged_prefill_attention(*args)
     torch.testing.assert_close(ours[:total], theirs[:total], rtol=2e-2, atol=2e-2)
+
+
+@needs_hopper
+@pytest.mark.parametrize("limit", [0, 1 << 27], ids=["packed", "unpacked"])
+def test_pages_of_8_bits_are_unpacked_where_they_fit(paged_kv, monkeypatch, limit) -> None:
+    monkeypatch.setattr(module, "MAX_UNPACKED", limit)
+    kv = paged_kv([40, 200, 130], 2, 128, 64, torch.float8_e4m3fn)
+    attend = module.HopperPrefill(
+        AttentionSpec(**(SPEC | {"kv_dtype": torch.float8_e4m3fn})), kv.seq_lens.device
+    )
+    q = torch.randn(40 + 70 + 3, 8, 128, device=kv.seq_lens.device).bfloat16()
+    starts = torch.tensor([0, 40, 110, 113], dtype=torch.int32, device=q.device)
+    args = (q, kv.k_cache, kv.v_cache, kv.block_tables[:, :-1], starts, kv.seq_lens, 0.1)
+    rest = {"max_query_len": 70, "k_scale": 0.5, "v_scale": 3.0}
+    theirs = reference.paged_prefill_attention(*args, **rest)
+    torch.testing.assert_close(attend(*args, **rest), theirs, rtol=2e-2, atol=2e-2)
 
 
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"dtype": torch.float32}, "16 bits"),
-        ({"kv_dtype": torch.float8_e4m3fn}, "16 bits"),
+        ({"dtype": torch.float32}, "computes in"),
+        ({"kv_dtype": torch.float16}, "reads no cache"),
         ({"head_dim": 80}, "not 80"),
         ({"block_size": 48}, "not 48"),
         ({"sliding_window": 50}, "window"),
@@ -67,7 +83,6 @@ def test_it_names_what_it_cannot_do(monkeypatch, change, reason) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     with pytest.raises(UnfitBackendError, match=reason):
         module.HopperPrefill(AttentionSpec(**(SPEC | change)), torch.device("cuda"))
-    module.HopperPrefill(AttentionSpec(**SPEC), torch.device("cuda"))
 
 
 def test_another_device_is_refused() -> None:

@@ -54,6 +54,12 @@ def test_a_window_hides_older_keys(paged_kv, window, splits) -> None:
     torch.testing.assert_close(ours, theirs, rtol=2e-5, atol=2e-5)
 
 
+@pytest.mark.parametrize("splits", [2, module.MAX_JOINED, module.MAX_JOINED + 2, 20])
+def test_parts_are_joined_by_the_last_program_or_by_a_second_kernel(paged_kv, splits) -> None:
+    kv = paged_kv([300, 0, 33], 2, 64, 16)
+    check(kv, 3, torch.float32, num_splits=splits, min_split=32)
+
+
 def test_the_splits_chosen_for_a_hint_or_none_agree(paged_kv) -> None:
     kv = paged_kv([600, 5], 1, 64, 64)
     check(kv, 3, torch.float32)
@@ -72,6 +78,19 @@ def test_keys_and_values_of_8_bits_are_scaled(paged_kv, dtype, splits) -> None:
     check(kv, 2, dtype, scales=(0.5, 3.0), num_splits=splits, min_split=64)
 
 
+def test_the_program_that_ends_last_joins_the_splits_and_gives_the_tickets_back(paged_kv) -> None:
+    kv = paged_kv([600, 5, 0, 300, 129], 2, 64, 64)
+    decode = module.PagedDecode()
+    # launch after launch, of other batches in between
+    for count in (5, 2, 5):
+        q = torch.randn(count, 6, 64, device=kv.seq_lens.device)
+        args = (q, kv.k_cache, kv.v_cache, kv.block_tables[:count], kv.seq_lens[:count], 0.125)
+        theirs = reference.paged_decode_attention(*args)
+        torch.testing.assert_close(decode(*args), theirs, rtol=2e-5, atol=2e-5)
+    assert not decode._tickets[-1].any()
+    assert len(decode._tickets) == 1
+
+
 @pytest.mark.parametrize(
     ("programs", "max_keys", "splits"),
     [
@@ -87,6 +106,6 @@ def test_keys_and_values_of_8_bits_are_scaled(paged_kv, dtype, splits) -> None:
     ],
 )
 def test_splits_fill_the_device_and_no_more(monkeypatch, programs, max_keys, splits) -> None:
-    monkeypatch.setattr(module, "_num_multiprocessors", lambda device: 132)
+    monkeypatch.setattr(module, "num_multiprocessors", lambda device: 132)
     chosen = module._choose_splits(programs, max_keys, 128, torch.device("cuda"))
     assert chosen == splits

@@ -72,7 +72,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
         InterpretedFunction, "run", lambda kernel, *a, **k: noted.note(kernel, *a, **k)
     )
     monkeypatch.setattr(
-        "diptych.kernels.paged_decode_attention._num_multiprocessors", lambda device: 132
+        "diptych.kernels.paged_decode_attention.num_multiprocessors", lambda device: 132
     )
     return noted
 
