@@ -102,14 +102,19 @@ def launch_all(dtype: torch.dtype, heads: int, kv_heads: int, dim: int, size: in
     inputs = ops.read_rows(rows, *state, tables, size, 32)
     ops.advance_rows(rows, inputs.input_ids, rows, rows, rows)
     ops.write_rows(rows, *state, *state)
-    for hint, kind in ((0, dtype), (1, dtype), (4, torch.float8_e4m3fn)):
-        kv = k_cache.to(kind), v_cache.to(kind), tables
-        ops.paged_prefill_attention(q, *kv, starts, lengths, 0.1, window, hint)
-        ops.paged_decode_attention(q[:8], *kv, lengths, 0.1, window, hint * 100)
-    if dtype.itemsize == 2 and dim in (64, 128):
-        unpack_pages(*kv, lengths, 1.0, 1.0, dtype)
-        prefill = hopper_prefill_attention.hopper_prefill_attention
-        prefill(q, k_cache, v_cache, tables, starts, lengths, 0.1)
+    for hint in (0, 1):
+        ops.paged_prefill_attention(q, k_cache, v_cache, tables, starts, lengths, 0.1, window, hint)
+        ops.paged_decode_attention(
+            q[:8], k_cache, v_cache, tables, lengths, 0.1, window, hint * 100
+        )
+    if (dtype, dim) == (torch.bfloat16, 128):
+        rest = (tables, starts, lengths, 0.1)
+        hopper_prefill_attention.hopper_prefill_attention(q, k_cache, v_cache, *rest)
+        kv = k_cache.to(E4M3), v_cache.to(E4M3)
+        unpack_pages(*kv, tables, lengths, 1.0, 1.0, dtype)
+        ops.paged_prefill_attention(q, *kv, *rest, max_query_len=4)
+        # few enough parts to be joined by one program
+        ops.paged_decode_attention(q[:8], *kv, tables, lengths, 0.1, max_seq_len=400)
     sampling = make_tables(8, 1000 * dim, torch.device("meta"))
     for limits in (True, False):
         ops.sample_rows(empty(8, 1000 * dim), rows, rows, sampling, limits)
