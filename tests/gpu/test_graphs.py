@@ -166,7 +166,7 @@ def test_prompts_in_a_graph_are_submitted_without_waiting(model) -> None:
         try:
             for i in range(12):
                 name = f"p{i}"
-                driver.add(name, [7 + i] * 40, SamplingParams(**MIXED[i % 6], seed=i))
+                driver.add(name, [7 + i] * 40, SamplingParams(**MIXED[i % 4], seed=i))
                 handles = [driver.submit(step | {name: 25}), driver.submit(step | {name: 15})]
                 driver.finish(name)
                 for handle in handles:

@@ -57,6 +57,7 @@ class MixedInputs:
             self._places[name] = (at, at + num_bytes, dtype)
             at += -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
         self._ring = PinnedRing(at, device)
+        self._on_host: dict[int, dict[str, NDArray[Any]]] = {}
         self._packed = torch.zeros(at, dtype=torch.uint8, device=device)
         self._on_device = self._views(self._packed)
         self["slots"].fill_(-1)
@@ -71,7 +72,7 @@ class MixedInputs:
     ) -> None:
         """Copy a step's inputs to the device, by one copy. `num_outputs` are of the samples."""
         pinned = self._ring.turn()
-        host = {name: view.numpy() for name, view in self._views(pinned).items()}
+        host = self._host_views(pinned)
         count, samples = step.num_singles, step.samples
         moved = size.singles - count
         total = sum(size)
@@ -96,6 +97,14 @@ class MixedInputs:
         _lay(host["last_ends"], step.end[samples])
         _lay(host["last_outputs"], num_outputs)
         self._packed.copy_(pinned, non_blocking=True)
+
+    def _host_views(self, pinned: Tensor) -> dict[str, NDArray[Any]]:
+        """Of a part of the ring, made once."""
+        found = self._on_host.get(pinned.data_ptr())
+        if found is None:
+            found = {name: view.numpy() for name, view in self._views(pinned).items()}
+            self._on_host[pinned.data_ptr()] = found
+        return found
 
     def _views(self, packed: Tensor) -> dict[str, Tensor]:
         places = self._places.items()

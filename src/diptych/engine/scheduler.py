@@ -170,14 +170,13 @@ class Scheduler:
         transfers = output.kv_connector_output
         failed_loads = transfers.failed_recving if transfers is not None else {}
         self._counters.num_steps += 1 if step.num_scheduled_tokens else 0
-        for share in self._in_flight.settle(step):
-            request = share.request
+        for request, num_tokens, _ in self._in_flight.settle(step):
             if request.status is not RequestStatus.RUNNING:
                 continue  # it ended while the step ran
             if request.num_external_tokens and request.request_id in failed_loads:
                 self._discard_step(request, failed_loads[request.request_id])
             else:
-                self._advance(request, share.num_tokens, output)
+                self._advance(request, num_tokens, output)
         self._kv.fence.complete(step.number)
         if transfers is not None:
             for loaded in self._remote.update(transfers):

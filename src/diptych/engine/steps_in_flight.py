@@ -47,8 +47,8 @@ class StepsInFlight:
         """The step has completed: its shares, taken off what their requests have in flight."""
         shares = self._shares.pop(step.number)
         self._awaited.discard(step.number)
-        for share in shares:
-            share.request.settle(share.num_tokens, share.samples)
+        for request, num_tokens, samples in shares:
+            request.settle(num_tokens, samples)
         return shares
 
     def before(self, step: SchedulerOutput) -> bool:
