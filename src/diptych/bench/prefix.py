@@ -15,7 +15,13 @@ import random
 import statistics
 import time
 
-from diptych.bench.offline import add_engine_arguments, engine_arguments, report, say
+from diptych.bench.offline import (
+    add_engine_arguments,
+    engine_arguments,
+    model_directory,
+    report,
+    say,
+)
 from diptych.bench.store_node import running_node
 from diptych.config import GIB, EngineConfig, KVTransferConfig
 from diptych.engine.core_client import EngineCoreClient
@@ -40,7 +46,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Measure, print, report."""
-    config = EngineConfig(**engine_arguments(args))
+    directory = model_directory(args)
+    config = EngineConfig(model=str(directory), **engine_arguments(args))
     with running_node(args.pool_bytes) as address:
         cold, warm, loaded = asyncio.run(_measure(args, config, address))
     cold_s, warm_s = statistics.median(cold), statistics.median(warm)
