@@ -100,7 +100,8 @@ class ModelRunner:
         batch.sampling.flush()
         where, num_outputs = batch.uploads.put_all(members, batch.num_outputs(members))
         logits = self._model.logits(hidden)
-        sampled = self._sampler.sample(logits, where, num_outputs)
+        limits = batch.sampling.have_limits(members)
+        sampled = self._sampler.sample(logits, where, num_outputs, limits)
         batch.last_tokens.index_copy_(0, where, sampled)
         self._take(rows, logits, sampled, submitted)
 

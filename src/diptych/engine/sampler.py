@@ -36,11 +36,14 @@ class Sampler:
         self._ops = ops
         self._rows = rows
 
-    def sample(self, logits: Tensor, rows: Tensor, num_outputs: Tensor) -> Tensor:
+    def sample(
+        self, logits: Tensor, rows: Tensor, num_outputs: Tensor, limits: bool = True
+    ) -> Tensor:
         """The token of each row, `[R]` int64; rows of parameters are flushed before.
 
         Args:
             logits: `[R, V]` float32 or bfloat16; stay as they are.
             rows: `[R]` int64, -1 for padding; num_outputs: `[R]` int64, output tokens so far.
+            limits: False where `SamplingRows.have_limits` says so: fewer launches.
         """
-        return self._ops.sample_rows(logits, rows, num_outputs, self._rows.tables)
+        return self._ops.sample_rows(logits, rows, num_outputs, self._rows.tables, limits)

@@ -82,6 +82,10 @@ class SamplingRows:
         self.logprobs[row] = _width(params.logprobs, self._vocab_size)
         self.prompt_logprobs[row] = _width(params.prompt_logprobs, self._vocab_size)
 
+    def have_limits(self, rows: NDArray[np.int64]) -> bool:
+        """Whether any of these rows has a top_k, top_p or min_p."""
+        return bool((self._ints[rows, tables.FLAGS] & tables.LIMITED).any())
+
     def flush(self) -> None:
         """Bring the tables up to date."""
         if not self._changed:

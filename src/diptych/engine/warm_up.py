@@ -136,4 +136,5 @@ def _make_batch(layout: KVLayout, shape: Shape, device: torch.device) -> Forward
 def _sample(sampler: Sampler, logits: Tensor) -> None:
     """For the first rows, whatever they are; which they are changes no launch."""
     rows = torch.arange(len(logits), device=logits.device)
-    sampler.sample(logits, rows, torch.zeros_like(rows))
+    for limits in (True, False):
+        sampler.sample(logits, rows, torch.zeros_like(rows), limits)
