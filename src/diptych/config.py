@@ -84,6 +84,9 @@ class EngineConfig:
     long_prefill_token_threshold: int = _flag(
         0, "most prompt tokens of one request per step; 0: no limit"
     )
+    reserve_output: bool = _flag(
+        True, "admit a request only where what all are expected to write will fit"
+    )
     scheduling_policy: str = _flag("fcfs", "fcfs or priority (lower first)")
     enable_prefix_caching: bool = _flag(True, "reuse KV of equal prefixes")
     attention_backend: str = _flag(

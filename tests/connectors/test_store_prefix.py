@@ -175,7 +175,11 @@ def make_core(model: Path) -> Iterator[MakeCore]:
         node: Node | None, num_blocks: int = 80, lookup_timeout_s: float = 5.0, **flags: bool
     ) -> EngineCore:
         config = EngineConfig(
-            model=str(model), num_kv_blocks=num_blocks, max_model_len=400, num_threads=1
+            model=str(model),
+            num_kv_blocks=num_blocks,
+            max_model_len=400,
+            num_threads=1,
+            reserve_output=False,
         )
         if node is None:
             cores.append(EngineCore(config, UniprocExecutor(config)))

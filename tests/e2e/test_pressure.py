@@ -38,7 +38,8 @@ def test_answers_under_pressure_are_those_given_alone_and_nothing_leaks(tmp_path
     with cluster(make_tiny_model(tmp_path / "model"), tmp_path) as made:
         _, store = made.kvstore()
         prefill, first = made.worker("prefill", store=store, num_kv_blocks=NUM_KV_BLOCKS)
-        decode, second = made.worker("decode", store=store, num_kv_blocks=NUM_KV_BLOCKS)
+        pressed = {"num_kv_blocks": NUM_KV_BLOCKS, "reserve_output": False}
+        decode, second = made.worker("decode", store=store, **pressed)
         router, api = made.router(first, second)
         made.wait_ready()
         until(lambda: router.metric("diptych:workers_ready") == 2, "both workers are connected")

@@ -12,6 +12,9 @@ from diptych.engine.scheduler import Scheduler
 from tests.engine.fake_connector import FakeConnector, FakeTransfers
 from tests.engine.fake_executor import FakeExecutor, LateDevice
 
+# so that requests run out of blocks where a test means them to
+PRESSED = {"reserve_output": False}
+
 
 @dataclass
 class Client:
@@ -47,7 +50,7 @@ class Driver:
         self.connector = connector
         self.transfers = FakeTransfers(self.executor, connector) if connector else None
         self.scheduler = Scheduler(
-            EngineConfig(**config),
+            EngineConfig(**PRESSED | config),
             self.executor.kv_layout,
             self.executor.kv_namespace,
             connector,
@@ -141,7 +144,7 @@ class OverlapDriver(Driver):
         super().__init__(num_blocks, block_size=block_size, connector=connector, **config)
         self.device = LateDevice(self.executor, self.transfers or self.executor)
         self.core = EngineCore(
-            EngineConfig(async_scheduling=True, **config), self.device, connector
+            EngineConfig(async_scheduling=True, **PRESSED | config), self.device, connector
         )
         self.scheduler = self.core._scheduler
 

@@ -33,7 +33,11 @@ KINDS: dict[str, list[dict[str, Any]]] = {
 }
 SETTINGS: dict[str, dict[str, Any]] = {
     "plain": {},
-    "preempted": {"num_kv_blocks": 20, "enable_prefix_caching": False},
+    "preempted": {
+        "num_kv_blocks": 20,
+        "enable_prefix_caching": False,
+        "reserve_output": False,
+    },
     "chunked": {"max_num_batched_tokens": 24, "max_num_seqs": 4},
 }
 

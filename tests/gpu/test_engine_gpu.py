@@ -48,7 +48,12 @@ def on_the_cpu(request, tmp_path_factory):
         {"block_size": 64},
         {"block_size": 64, "attention_backend": "torch"},
         {"block_size": 16, "max_num_batched_tokens": 48, "max_num_seqs": 8},
-        {"block_size": 16, "num_kv_blocks": 24, "enable_prefix_caching": False},
+        {
+            "block_size": 16,
+            "num_kv_blocks": 24,
+            "enable_prefix_caching": False,
+            "reserve_output": False,
+        },
     ],
     ids=["whole-prompts", "torch", "chunked", "preempted"],
 )

@@ -29,7 +29,12 @@ SETTINGS = {
     "padded": {"max_num_seqs": 7},
     "many-rows": {"max_num_seqs": 64},
     "small-blocks": {"block_size": 16, "max_num_seqs": 12},
-    "preempted": {"block_size": 16, "num_kv_blocks": 24, "enable_prefix_caching": False},
+    "preempted": {
+        "block_size": 16,
+        "num_kv_blocks": 24,
+        "enable_prefix_caching": False,
+        "reserve_output": False,
+    },
     "chunked": {"block_size": 16, "max_num_batched_tokens": 48, "max_num_seqs": 8},
 }
 

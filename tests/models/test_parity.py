@@ -97,7 +97,8 @@ def test_preempted_requests_give_the_same_tokens(
     model: Path, prompts: list[list[int]], answers: list[list[int]]
 ) -> None:
     # the prompts fill 11 blocks, their outputs take 5 more
-    core = make_core(model, max_model_len=128, num_kv_blocks=13, enable_prefix_caching=False)
+    settings = {"num_kv_blocks": 13, "enable_prefix_caching": False, "reserve_output": False}
+    core = make_core(model, max_model_len=128, **settings)
     assert greedy(core, prompts) == answers
     assert core.stats.num_preemptions > 0
 

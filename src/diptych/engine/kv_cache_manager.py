@@ -66,11 +66,12 @@ class KVCacheManager:
                 group.append(block)
         return ComputedBlocks(found, len(found[0]) * self.block_size)
 
-    def can_fit(self, computed: ComputedBlocks, num_tokens: int) -> bool:
-        """Whether a new request of `num_tokens` tokens that starts from `computed` fits now."""
+    def can_fit(self, computed: ComputedBlocks, num_tokens: int, spare: int = 0) -> bool:
+        """Whether a new request of `num_tokens` tokens that starts from `computed` fits now, and
+        leaves `spare` blocks."""
         needed = sum(self._blocks_for(num_tokens) - len(group) for group in computed.blocks)
         revived = sum(block.ref_count == 0 for group in computed.blocks for block in group)
-        return needed + revived <= self.pool.num_free
+        return needed + revived + spare <= self.pool.num_free
 
     def allocate_slots(
         self, request: SchedulerRequest, num_tokens: int, computed: ComputedBlocks | None = None

@@ -17,6 +17,7 @@ from collections.abc import Iterable
 
 from diptych.config import EngineConfig
 from diptych.connectors.base import KVConnectorScheduler, KVLayout
+from diptych.engine.expected_output import ExpectedOutput
 from diptych.engine.kv_cache_manager import ComputedBlocks, KVCacheManager
 from diptych.engine.limits import check_request
 from diptych.engine.outputs_builder import OutputsBuilder
@@ -59,6 +60,7 @@ class Scheduler:
         )
         capacity = self._kv.capacity_tokens
         self.max_model_len = min(config.max_model_len or capacity, capacity)
+        self._expected = ExpectedOutput(kv_layout.block_size)
         self._counters = SchedulerCounters()
         self._outputs = OutputsBuilder()
         self._remote = RemoteKV(connector, self._kv, self._outputs, self._counters, namespace)
@@ -237,6 +239,7 @@ class Scheduler:
     def _admit_waiting(
         self, step: SchedulerOutput, budget: int, unsettled: list[SchedulerRequest]
     ) -> None:
+        growth: int | None = None
         while len(self._waiting) and self._num_placed < self.max_num_seqs:
             request = self._waiting.peek()
             computed = self._kv.get_computed_blocks(request)
@@ -248,14 +251,26 @@ class Scheduler:
             if not is_async and budget <= 0:
                 return
             # room for all it knows now, not only for its first chunk: else it is preempted soon
-            if not self._kv.can_fit(computed, max(request.num_tokens, known + is_async)):
+            num_tokens = max(request.num_tokens, known + is_async)
+            if not self._kv.can_fit(computed, num_tokens):
                 return
+            if (
+                self._num_placed and self._config.reserve_output
+            ):  # and for what all together will need; one alone may try
+                if growth is None:
+                    growth = self._expected.blocks(self._running, self._remote.loading.values())
+                num_tokens += self._expected.tokens(request)
+                if not self._kv.can_fit(computed, num_tokens, growth):
+                    return
             self._waiting.pop()
             self._counters.count_admission(request, computed.num_tokens)
             if is_async:
                 self._admit_to_load(request, computed, external)
             else:
                 budget -= self._admit_to_compute(step, request, computed, external, budget)
+            if growth is not None:
+                admitted = [request]
+                growth += self._expected.blocks(*(((), admitted) if is_async else (admitted, ())))
 
     @property
     def _num_placed(self) -> int:
@@ -362,6 +377,7 @@ class Scheduler:
         logprobs = output.logprobs.get(request.request_id) if output.logprobs else None
         self._outputs.add_tokens(request, tokens, logprobs)
         if request.status is not RequestStatus.RUNNING:
+            self._expected.learn(request)
             self._finish(request, request.status)
         elif request.is_handoff:
             self._finish(request, RequestStatus.FINISHED_HANDED_OFF)

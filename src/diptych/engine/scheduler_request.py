@@ -74,6 +74,9 @@ class SchedulerRequest:
         self.in_batch = False
         self._transfer = request.kv_transfer_params
         self._least_tokens, self._most_tokens = _length_limits(request, max_model_len)
+        # none where it ends with token 1 and goes on elsewhere
+        limit = self._most_tokens - self.num_prompt_tokens
+        self.max_output_tokens = 1 if self.is_handoff else limit
         self._chain = HashChain(root_hash(namespace, request.cache_salt))
         self._is_handoff = self.is_handoff
         self._prompt_logprobs: list[TokenLogprobs] = []
