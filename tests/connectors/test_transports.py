@@ -475,6 +475,36 @@ def test_a_read_that_goes_on_is_quarantined_until_it_ended(
     assert (reader.memory.array == UNTOUCHED).all()
 
 
+def test_a_source_killed_in_mid_read_ends_the_read_by_name(
+    over_tcp: tuple[Reader, Source],
+) -> None:
+    reader, source = over_tcp
+    peer = reader.transport.connect(source.endpoint)
+    handle = reader.read(peer, shuffled(8 * POOL, MIB))
+    reader.until(lambda: (reader.memory.array[::MIB] != UNTOUCHED).sum() > 4)
+    source.kill()
+    reader.until(lambda: reader.transport.poll(handle) and handle.ended)
+    assert (handle.state, handle.failure) == (ReadState.FAILED, ReadFailure.PEER_GONE)
+    assert peer.gone
+    reader.memory.array[:] = UNTOUCHED
+    end_s = time.monotonic() + 0.2
+    reader.until(lambda: time.monotonic() > end_s)
+    assert (reader.memory.array == UNTOUCHED).all()
+
+
+def test_a_reader_killed_in_mid_read_leaves_its_source_serving(
+    over_tcp: tuple[Reader, Source],
+) -> None:
+    reader, source = over_tcp
+    with running_source("doomed", 8 * POOL, "nixl") as other:
+        other.read_for_ever(source.endpoint)
+        time.sleep(0.1)
+        other.kill()
+    peer = reader.transport.connect(source.endpoint)
+    assert reader.wait(reader.read(peer, Runs.of([(0, 0, MIB)]))) is ReadState.DONE
+    assert source.alive()
+
+
 def test_a_read_that_never_ends_takes_the_agent_with_it(over_tcp: tuple[Reader, Source]) -> None:
     reader, source = over_tcp
     peer = reader.transport.connect(source.endpoint)
