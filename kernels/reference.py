@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from diptych.kernels import torch_sampling
+from diptych.kernels.checksum_keys import position_keys, word_keys
 from diptych.kernels.row_inputs import RowInputs
 
 
@@ -334,3 +335,37 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float) -> T
     scores = torch.einsum("nhd,chd->hnc", q.float(), k) * scale
     weights = scores.masked_fill(~visible, -torch.inf).softmax(-1)
     return torch.einsum("hnc,chd->nhd", weights, v).to(q.dtype)
+
+
+def kv_checksums(
+    kv_cache: Tensor, block_ids: Tensor, first_token: int, end_token: int, first_layer: int = 0
+) -> Tensor:
+    """A 64-bit checksum of each head of some blocks: sum of word x key(layer, part, word) x
+    key(position), modulo 2^64, all keys odd, words of 32 bits.
+
+    A word that differs in one token always shows. Equal KV has equal sums wherever it lies; the
+    sums of blocks of 16 add up to those of blocks of 64, and those of ranges of layers to those of
+    all layers.
+
+    Args:
+        kv_cache: `[num_blocks, H_kv, L, 2, block_size, D]`, a block contiguous; D x itemsize is a
+            multiple of 4.
+        block_ids: `[n]` int64; block i holds tokens from `first_token + i * block_size` on.
+        end_token: tokens from here on are not counted.
+        first_layer: the cache's first layer among the model's.
+
+    Returns:
+        `[n, H_kv]` int64.
+    """
+    words = kv_cache.view(torch.int32)
+    _, num_heads, num_layers, parts, block_size, num_words = words.shape
+    keys = word_keys(first_layer, num_layers * parts, num_words, words.device)
+    keys = keys.view(num_layers, parts, 1, num_words)
+    tokens = position_keys(first_token, end_token, words.device)
+    sums = torch.zeros(len(block_ids), num_heads, dtype=torch.int64, device=words.device)
+    for index, block in enumerate(block_ids.tolist()):
+        own = tokens[index * block_size : (index + 1) * block_size]
+        # [H, L, 2, counted slots, W], as unsigned
+        counted = words[block, :, :, :, : len(own)].long() & 0xFFFFFFFF
+        sums[index] = ((counted * keys).sum((1, 2, 4)) * own).sum(1)
+    return sums

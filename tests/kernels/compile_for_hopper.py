@@ -21,6 +21,7 @@ from diptych.kernels import (
     tiles,
 )
 from diptych.kernels.fp8_tensor import E4M3, Fp8Tensor
+from diptych.kernels.kv_checksums import kv_checksums
 from diptych.kernels.sampling_tables import make_tables
 from diptych.kernels.triton_ops import TritonOps
 from diptych.kernels.unpack_pages import unpack_pages
@@ -115,6 +116,7 @@ def launch_all(dtype: torch.dtype, heads: int, kv_heads: int, dim: int, size: in
         ops.paged_prefill_attention(q, *kv, *rest, max_query_len=4)
         # few enough parts to be joined by one program
         ops.paged_decode_attention(q[:8], *kv, tables, lengths, 0.1, max_seq_len=400)
+    kv_checksums(cache, positions[:4], 0, 3 * size + 1)
     sampling = make_tables(8, 1000 * dim, torch.device("meta"))
     for limits in (True, False):
         ops.sample_rows(empty(8, 1000 * dim), rows, rows, sampling, limits)
