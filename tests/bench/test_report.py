@@ -22,3 +22,9 @@ def test_a_result_carries_its_circumstances(tmp_path) -> None:
 def test_a_payload_cannot_hide_them(tmp_path) -> None:
     with pytest.raises(ValueError, match="device"):
         write_result("latency", {"device": "mine"}, directory=tmp_path)
+
+
+def test_the_commit_may_be_named_from_outside(tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("DIPTYCH_COMMIT", "0123abc")
+    path = write_result("latency", {}, directory=tmp_path)
+    assert json.loads(path.read_text())["commit"] == "0123abc"

@@ -74,7 +74,12 @@ def _package_versions() -> dict[str, str | None]:
 
 
 def _commit() -> str | None:
-    """The commit that ran, `-dirty` with changes on top; `DIPTYCH_COMMIT` where there is no git."""
+    """The commit that ran, `-dirty` with changes on top.
+
+    `DIPTYCH_COMMIT` comes first: a copied tree may lie in a repository that is behind, or in none.
+    """
+    if named := os.environ.get("DIPTYCH_COMMIT"):
+        return named
     try:
         described = subprocess.run(
             ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"],
@@ -85,8 +90,8 @@ def _commit() -> str | None:
             check=True,
         ).stdout.strip()
     except (OSError, subprocess.SubprocessError):
-        described = ""
-    return described or os.environ.get("DIPTYCH_COMMIT")
+        return None
+    return described or None
 
 
 def _cpu_name() -> str:
