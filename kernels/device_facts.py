@@ -13,9 +13,3 @@ def num_multiprocessors(device: torch.device) -> int:
     if device.type != "cuda":
         return 4
     return torch.cuda.get_device_properties(device).multi_processor_count
-
-
-@functools.cache
-def converts_e4m3(device: torch.device) -> bool:
-    """Whether it has an instruction from e4m3 to float16."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
