@@ -33,6 +33,7 @@ def test_every_case_can_be_called_and_has_a_floor(monkeypatch) -> None:
         kernel_times._prefill_case(ops.paged_prefill_attention, "prefill", 2, 70, 64, 1, device),
         kernel_times._linear_case(ops, "out", 3, device),
         kernel_times._fp8_linear_case(ops, "out", 3, device),
+        *kernel_times._sampling_cases(ops, 3, 3000, device),
         *kernel_times._elementwise_cases(ops, 3, device),
     ]
     with torch.inference_mode():

@@ -13,11 +13,12 @@ from torch import Tensor
 
 from diptych.bench.offline import say
 from diptych.bench.report import write_result
+from diptych.bench.sampling_calls import sampling_calls
 from diptych.errors import ConfigError
 from diptych.kernels.attention_spec import AttentionSpec
 from diptych.kernels.dispatch import Ops, select_ops
 
-HEADS, KV_HEADS, HEAD_DIM, HIDDEN, INNER = 32, 8, 128, 4096, 14336
+HEADS, KV_HEADS, HEAD_DIM, HIDDEN, INNER, VOCAB = 32, 8, 128, 4096, 14336, 128256
 DECODES = [(1, 1024), (1, 32768), (8, 8192), (32, 8192), (64, 1024)]
 PREFILLS = [(1, 1024), (1, 4096), (1, 8192), (1, 32768), (16, 1024)]
 BYTES = 2
@@ -27,7 +28,7 @@ LINEARS = {
     "out linear": ("linear_parts", HIDDEN, HEADS * HEAD_DIM),
     "gate-up linear": ("gated_linear", 2 * INNER, HIDDEN),
     "down linear": ("linear_parts", HIDDEN, INNER),
-    "head linear": ("linear", 128256, HIDDEN),
+    "head linear": ("linear", VOCAB, HIDDEN),
 }
 FP8_LINEARS = {
     name: (f"fp8_{op}", width, size)
@@ -35,6 +36,7 @@ FP8_LINEARS = {
     if name != "head linear"
 }
 _FP8_RATE = 1490 / 790
+SAMPLED = (1, 8, 64, 256)
 LINEAR_TOKENS = (1, 8, 16, 32, 64, 128, 256, 1024)
 # weights are taken in turn from this many bytes, far more than a cache holds
 _WEIGHT_BYTES = 1 << 30
@@ -162,6 +164,9 @@ def _cases(device: torch.device, args: argparse.Namespace) -> Iterator[Case]:
     for tokens, name in itertools.product(LINEAR_TOKENS, FP8_LINEARS):
         if args.only in f"fp8 {name} {tokens}":
             yield _fp8_linear_case(ops, name, tokens, device)
+    for batch in SAMPLED:
+        cases = _sampling_cases(ops, batch, VOCAB, device)
+        yield from (case for case in cases if args.only in case.name)
     for tokens in (1, 64, 8192):
         yield from (
             case for case in _elementwise_cases(ops, tokens, device) if args.only in case.name
@@ -281,6 +286,12 @@ def _fp8_linear_case(ops: Ops, name: str, tokens: int, device: torch.device) -> 
         count=count,
         matrix_rate=_FP8_RATE,
     )
+
+
+def _sampling_cases(ops: Ops, batch: int, vocab_size: int, device: torch.device) -> Iterator[Case]:
+    """The floor is that of reading the logits once."""
+    for name, call in sampling_calls(ops, batch, vocab_size, device):
+        yield Case(f"sample {batch} {name}", call, float(batch * vocab_size) * BYTES)
 
 
 def _elementwise_cases(ops: Ops, tokens: int, device: torch.device) -> Iterator[Case]:
