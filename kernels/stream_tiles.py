@@ -65,19 +65,19 @@ _HEAD = {
     32: StreamTiles(32, 128, 128, 2, 8),
     64: StreamTiles(64, 128, 128, 2, 4),
 }
-# of e4m3: a tile has twice the columns, as many bytes
+# of e4m3: twice the columns, so that tiles have as many bytes
 _FP8 = {
     8: StreamTiles(8, 64, 256, 6, 4),
     16: StreamTiles(16, 64, 256, 5, 4),
-    32: StreamTiles(32, 64, 256, 4, 4, lag=1),
-    64: StreamTiles(64, 64, 128, 6, 4, lag=1),
-    128: StreamTiles(128, 64, 128, 4, 4, lag=1),
+    32: StreamTiles(32, 64, 256, 9, 4, lag=1),
+    64: StreamTiles(64, 64, 256, 6, 4, lag=1),
+    128: StreamTiles(128, 64, 128, 9, 4, lag=1),
 }
 _FP8_GATED = {
-    8: StreamTiles(8, 64, 128, 6, 4),
-    16: StreamTiles(16, 64, 128, 6, 4),
-    32: StreamTiles(32, 64, 128, 5, 4, lag=1),
-    64: StreamTiles(64, 64, 128, 4, 4, lag=1),
+    8: StreamTiles(8, 64, 256, 3, 4),
+    16: StreamTiles(16, 64, 256, 3, 4),
+    32: StreamTiles(32, 64, 256, 5, 4, lag=1),
+    64: StreamTiles(64, 64, 256, 4, 4, lag=1),
     128: StreamTiles(128, 64, 128, 3, 4, lag=1),
 }
 

@@ -103,10 +103,13 @@ def test_a_gpu_rounds_as_a_cpu_does(model: Path, eight: dict[str, str]) -> None:
     plain = logprobs(model, "cpu", dtype="float32")
     cpu = logprobs(model, "cpu", dtype="float32", **eight)
     gpu = logprobs(model, "cuda", dtype="float32", **eight)
-    # sums in another order move a number to its neighbour here and there
-    assert (gpu - cpu).abs().mean() < 0.3 * (plain - cpu).abs().mean()
+    # Matrix units keep 14 bits of a sum, which moves one number in thirty to its neighbour: that is
+    # half as much noise as rounding makes. Noise of one's own would be 1.4 times as much.
+    rounding = (plain - cpu).abs().mean()
+    assert (gpu - cpu).abs().mean() < 0.7 * rounding
+    assert (gpu - plain).abs().mean() < 1.3 * rounding
     half = logprobs(model, "cuda", dtype="bfloat16", **eight)
-    assert (half - plain).abs().mean() < 1.5 * (plain - cpu).abs().mean() + 0.05
+    assert (half - plain).abs().mean() < 1.5 * rounding
 
 
 @pytest.mark.parametrize("quantization", [None, "fp8"])

@@ -14,14 +14,15 @@ SHAPES = [(6144, 4096), (4096, 4096), (4096, 14336), (4096, 12288), (128256, 409
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("rows", [1, 8, 9, 17, 64, 65, 128])
+@pytest.mark.parametrize("fp8", [False, True])
 @pytest.mark.parametrize("options", [{}, {"parts": True}, {"gated": True}], ids=str)
-def test_tiles_hold_the_rows_and_fit_in_shared_memory(rows, shape, options) -> None:
-    tiles = stream_tiles.stream_tiles(rows, *shape, **options)
+def test_tiles_hold_the_rows_and_fit_in_shared_memory(rows, shape, options, fp8) -> None:
+    tiles = stream_tiles.stream_tiles(rows, *shape, fp8=fp8, **options)
     assert rows <= tiles.rows
     assert tiles.lag < tiles.stages
     assert options.get("parts") or tiles.splits == 1
     weight_rows = tiles.weight_rows * (2 if options.get("gated") else 1)
-    stage = (weight_rows + tiles.rows) * tiles.columns * 2 + 8
+    stage = (weight_rows + tiles.rows) * tiles.columns * (1 if fp8 else 2) + 8
     assert tiles.stages * stage <= SHARED_MEMORY
 
 
