@@ -20,7 +20,9 @@ def request(num_prompt: int = 32, **sampling) -> SchedulerRequest:
 def test_who_ignores_the_end_uses_the_limit() -> None:
     expected = ExpectedOutput(BLOCK)
     assert expected.tokens(request(max_tokens=100)) == 100
-    assert expected.tokens(request(max_tokens=100, eos=[7])) == 50
+    assert expected.tokens(request(max_tokens=100, eos=[7])) == 100, "too few to save on"
+    assert expected.tokens(request(max_tokens=4000, eos=[7])) == 400
+    assert expected.tokens(request(max_tokens=9000, eos=[7])) == 409
     # the rest of the prompt, too
     assert expected.blocks([request(32, max_tokens=100)]) == -(-132 // BLOCK)
     assert expected.blocks([], [request(32, max_tokens=100)]) == -(-100 // BLOCK)
@@ -28,13 +30,14 @@ def test_who_ignores_the_end_uses_the_limit() -> None:
 
 def test_the_share_of_the_limit_is_learnt() -> None:
     expected = ExpectedOutput(BLOCK)
-    ended = request(max_tokens=100, eos=[7])
-    for token in range(10):
+    ended = request(max_tokens=1000, eos=[7])
+    for token in range(700):
         ended.append_output(token + 20)
     for _ in range(200):
         expected.learn(ended)
         expected.learn(request(max_tokens=100))  # says nothing of others
-    assert expected.share == pytest.approx(0.1, abs=0.01)
+    assert expected.share == pytest.approx(0.7, abs=0.01)
+    assert expected.tokens(request(max_tokens=1000, eos=[7])) == pytest.approx(700, abs=10)
     assert expected.tokens(ended) == 0
 
 

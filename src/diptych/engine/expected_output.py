@@ -10,12 +10,14 @@ from collections.abc import Iterable
 
 from diptych.engine.scheduler_request import SchedulerRequest
 
-# of their limit, until the first have ended
-_FIRST_SHARE = 0.5
+# of their limit, until the first have ended: a chat has the context for its limit and uses little
+_FIRST_SHARE = 0.1
 # of one more request that has ended
 _LEARNING_RATE = 0.05
 # output tokens that count at most: limits are often the whole context, answers rarely
 _MOST_TOKENS = 4096
+# that one is expected to write whatever others wrote, if its limit lets it
+_LEAST_TOKENS = 256
 
 
 class ExpectedOutput:
@@ -49,5 +51,5 @@ class ExpectedOutput:
         made = len(request.all_token_ids) - request.num_prompt_tokens
         limit = min(request.max_output_tokens, _MOST_TOKENS)
         if not request.sampling_params.ignore_eos:
-            limit = int(limit * self.share)
+            limit = min(limit, max(int(limit * self.share), _LEAST_TOKENS))
         return max(0, limit - made)
