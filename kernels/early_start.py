@@ -2,8 +2,8 @@
 
 Such a kernel is launched with `early_start(device)`. It lets the next one start at once, does what
 depends on nothing but weights, and waits for the earlier ones before it touches anything that they
-read or write. In a captured step that hides what lies between kernels. A launch by the host takes
-longer that way, so outside of `starting_early()` it is an ordinary one.
+read or write. In a captured step that hides what lies between kernels. A step whose kernels come
+from the host has nothing to hide: outside of `starting_early()` launches are ordinary.
 """
 
 from __future__ import annotations

@@ -30,7 +30,6 @@ class StreamTiles:
         warps: of a program.
         splits: parts of the columns, each a program's.
         lag: products that may be under way when the next starts.
-        ahead: tiles that are asked for beyond the stages, into the L2 cache, at the start.
     """
 
     rows: int
@@ -40,18 +39,17 @@ class StreamTiles:
     warps: int
     splits: int = 1
     lag: int = 0
-    ahead: int = 0
 
 
-# by rows of x; at most 112 KB of stages where two kernels can so share a multiprocessor
+# by rows of x, the fastest within a step of 32 layers (docs/decisions/0008-streamed-linears.md)
 _PLAIN = {
     8: StreamTiles(8, 64, 128, 6, 4),
-    16: StreamTiles(16, 64, 128, 5, 4),
+    16: StreamTiles(16, 64, 256, 5, 4),
     32: StreamTiles(32, 64, 128, 9, 4, lag=1),
     64: StreamTiles(64, 64, 128, 6, 4, lag=1),
-    128: StreamTiles(128, 64, 64, 9, 4, lag=1),
+    128: StreamTiles(128, 64, 128, 4, 4, lag=1),
 }
-_SPLITS = {8: 4, 16: 4, 32: 2, 64: 2, 128: 2}
+_SPLITS = {8: 4, 16: 2, 32: 2, 64: 2, 128: 2}
 _GATED = {
     8: StreamTiles(8, 64, 128, 3, 4),
     16: StreamTiles(16, 64, 128, 3, 4),
@@ -73,6 +71,7 @@ _FP8 = {
     64: StreamTiles(64, 64, 256, 6, 4, lag=1),
     128: StreamTiles(128, 64, 128, 9, 4, lag=1),
 }
+_FP8_SPLITS = {8: 4, 16: 4, 32: 2, 64: 2, 128: 2}
 _FP8_GATED = {
     8: StreamTiles(8, 64, 256, 3, 4),
     16: StreamTiles(16, 64, 256, 3, 4),
@@ -109,7 +108,7 @@ def stream_tiles(
     """Tiles for `[num_rows, size] @ [width, size].T`; in parts of `size` only if `parts`."""
     rows = max(8, 1 << (num_rows - 1).bit_length())
     if fp8:
-        splits = min(_SPLITS[rows], max(size // _LEAST_PART, 1)) if parts else 1
+        splits = min(_FP8_SPLITS[rows], max(size // _LEAST_PART, 1)) if parts else 1
         return replace((_FP8_GATED if gated else _FP8)[rows], splits=splits)
     if gated:
         return _GATED[rows]

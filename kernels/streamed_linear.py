@@ -31,23 +31,6 @@ from diptych.kernels.stream_tiles import StreamTiles
 
 
 @gluon.jit
-def _to_l2(weight, row, k, N, K, SIZE: gl.constexpr, BN: gl.constexpr):
-    """Ask for SIZE columns from k on, of BN rows."""
-    layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    o_n = gl.minimum(row + gl.arange(0, BN, layout), N - 1).to(gl.int64)
-    size = gl.minimum(SIZE, K - k) * weight.dtype.element_ty.primitive_bitwidth // 8
-    if size > 0:
-        gl.inline_asm_elementwise(
-            "cp.async.bulk.prefetch.L2.global [$1], $2; // $0",
-            "=r,l,r",
-            [weight + o_n * K + k, size],
-            dtype=gl.int32,
-            is_pure=False,
-            pack=1,
-        )
-
-
-@gluon.jit
 def _load_weight(w, s_w, s_u, full, slot, row, k, N, pred, GATED: gl.constexpr):
     tma.async_copy_global_to_shared(w, [row, k], full.index(slot), s_w.index(slot), pred=pred)
     if GATED:
@@ -84,7 +67,6 @@ def _stored(out, b_y, bias, row, i_s, M, N, BM: gl.constexpr, BN: gl.constexpr):
 def _streamed_linear_kernel(
     w,
     x,
-    weight,
     w_scale,
     x_scale,
     bias,
@@ -99,7 +81,6 @@ def _streamed_linear_kernel(
     STAGES: gl.constexpr,
     GATED: gl.constexpr,
     LAG: gl.constexpr,
-    AHEAD: gl.constexpr,
     EARLY: gl.constexpr,
 ):
     i_n, i_s = gl.program_id(0), gl.program_id(1)
@@ -120,10 +101,6 @@ def _streamed_linear_kernel(
     for s in gl.static_range(STAGES):
         mbarrier.expect(full.index(s), stage_bytes, pred=s < count)
         _load_weight(w, s_w, s_u, full, s, row, (first + s) * BK, N, s < count, GATED)
-    if AHEAD > 0:
-        _to_l2(weight, row, (first + STAGES) * BK, N, K, AHEAD * BK, BN)
-        if GATED:
-            _to_l2(weight, N + row, (first + STAGES) * BK, 2 * N, K, AHEAD * BK, BN)
     if EARLY:
         wait_for_earlier_kernels()
     for s in gl.static_range(STAGES):
@@ -205,7 +182,6 @@ def streamed_linear(
     _streamed_linear_kernel[grid](
         _described(weight, tiles.weight_rows, tiles.columns),
         _described(x, tiles.rows, tiles.columns),
-        weight,
         w_scale,
         x_scale,
         bias,
@@ -220,7 +196,6 @@ def streamed_linear(
         STAGES=tiles.stages,
         GATED=gated,
         LAG=tiles.lag,
-        AHEAD=tiles.ahead,
         num_warps=tiles.warps,
         **early_start(x.device),
     )
