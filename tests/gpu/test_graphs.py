@@ -151,7 +151,7 @@ def test_a_steady_step_is_one_graph_and_one_copy_of_its_tokens(model) -> None:
     for _ in range(3):
         driver.step(step)
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
-    with torch.profiler.profile(activities=activities) as profile:
+    with torch.profiler.profile(activities=activities, acc_events=True) as profile:
         for _ in range(20):
             driver.step(step)
     counts = Counter(event.name for event in profile.events())

@@ -21,11 +21,11 @@ logger = logging.getLogger(__name__)
 
 # a prompt of 8,192 tokens finds room for its answer
 _CONTEXTS = (2048, 8704, 32768)
-# of steps that compute prompts: their tokens, and the rows that decode beside them
-_PROMPT_TOKENS = (64, 128, 256, 512, 1024)
-_SINGLES = (32, 256)
+# tokens of steps that compute prompts, by rows that decode beside them: matrix products take no
+# longer for the next multiple of 128
+_MIXED_TOKENS = {0: (64, 128, 256, 512, 1024), 32: (128, 256, 512, 640), 256: (512, 768)}
 # a step of fewer tokens is launched in longer than it takes; a larger one is worth little padding
-_ALWAYS_PAYS = 544
+_ALWAYS_PAYS = 640
 _LEAST_FILLED = 0.9
 # the driver's share of a graph of a few hundred kernels, and slack of the pool
 _BYTES_PER_GRAPH = 3 << 20
@@ -64,10 +64,11 @@ def context_lengths(max_model_len: int) -> list[int]:
 def mixed_sizes(max_num_seqs: int, max_num_tokens: int) -> list[MixedSize]:
     """Sizes of steps that compute prompts and are captured: those that take a GPU less time than
     the host takes to launch them, or not much more."""
-    sizes = [MixedSize(0, tokens) for tokens in _PROMPT_TOKENS]
-    for singles in dict.fromkeys(min(count, max_num_seqs) for count in _SINGLES):
-        sizes += [MixedSize(singles, tokens) for tokens in _PROMPT_TOKENS[:-1]]
-    return [size for size in sizes if size.tokens <= max_num_tokens]
+    sizes = []
+    for most_singles, totals in _MIXED_TOKENS.items():
+        singles = min(most_singles, max_num_seqs)
+        sizes += [MixedSize(singles, total - singles) for total in totals]
+    return [size for size in dict.fromkeys(sizes) if size.tokens <= max_num_tokens]
 
 
 def fit(ladder: Sequence[int], wanted: int) -> int:
@@ -180,7 +181,7 @@ class MixedGraphs:
             for context in reversed(contexts)
         }
         # the smallest that holds a step is the first that does
-        self._ladder = sorted(self._replays, key=lambda key: (sum(key[0]), key[1]))
+        self._ladder = sorted(self._replays, key=lambda key: (sum(key[0]), *key))
         logger.info(
             "captured %d graphs of prompts in %.1f s",
             len(self._replays),
