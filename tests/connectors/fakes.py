@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from diptych.connectors.base import KVLayout
+from diptych.connectors.page_copy import CacheCopier
+from diptych.connectors.pages import TokenRange
 from diptych.engine.request import KVCommit, KVTransferParams
 from diptych.hashing import HashChain, root_hash
 
@@ -76,6 +78,14 @@ def token_kv(cache: Tensor, block_ids: Sequence[int], position: int) -> Tensor:
     """`[H_kv, L, 2, D]` of one token: the meaning of a block table."""
     block_size = cache.shape[4]
     return cache[block_ids[position // block_size], :, :, :, position % block_size]
+
+
+def fetched(copier: CacheCopier, block_ids: Sequence[int], tokens: TokenRange) -> memoryview:
+    """The bytes of one object."""
+    page = copier.gather(block_ids, tokens)
+    view = memoryview(bytearray(page.nbytes))
+    copier.fetch(page, copier.mark(), view)
+    return view
 
 
 def same_kv(

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
 
 import pytest
+import xxhash
 
 from diptych.config import EngineConfig
+from diptych.connectors.page_orders import Outgoing
 from diptych.connectors.page_scheduler import PageConnectorScheduler
 from diptych.connectors.page_worker import PageConnectorWorker
 from diptych.connectors.shared_storage import FileStore
@@ -34,19 +36,30 @@ class FlakyStore:
         self._files = FileStore(root)
         self._random = Random(seed)
 
-    def put_many(self, items: Sequence[tuple[bytes, memoryview]], tenant: str) -> list[int | None]:
+    def put_many(self, items: Sequence[Outgoing], tenant: str) -> list[int | None]:
         self._maybe_fail()
         stored = self._files.put_many(items)
         return [None if self._random.random() < 0.1 else checksum for checksum in stored]
 
-    def get_many(self, items: Sequence[tuple[bytes, memoryview]]) -> list[int | None]:
+    def get_many(
+        self, items: Sequence[tuple[bytes, int]], sink: Callable[[int, memoryview], object]
+    ) -> list[int | None]:
         self._maybe_fail()
-        read = self._files.get_many(items)
-        for _, buffer in items:
+        damaged: dict[int, int] = {}
+
+        def take(index: int, view: memoryview) -> None:
             if self._random.random() < 0.15:
-                half = buffer.nbytes // 2
-                buffer[:half], buffer[half:] = buffer[-half:], bytes(buffer.nbytes - half)
+                half = view.nbytes // 2
+                view = memoryview(bytes(view[-half:]) + bytes(view.nbytes - half))
+                damaged[index] = xxhash.xxh3_64_intdigest(view)
+            sink(index, view)
+
+        read = self._files.get_many(items, take)
+        read = [damaged.get(index, checksum) for index, checksum in enumerate(read)]
         return [checksum if self._random.random() > 0.1 else None for checksum in read]
+
+    def pools(self) -> list[memoryview]:
+        return []
 
     def close(self) -> None:
         return

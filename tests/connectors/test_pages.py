@@ -19,7 +19,7 @@ from diptych.connectors.pages import (
 from diptych.engine.request import KVObject
 from diptych.errors import ConfigError
 from diptych.hashing import HashChain, root_hash
-from tests.connectors.fakes import make_cache, make_layout, token_kv
+from tests.connectors.fakes import fetched, make_cache, make_layout, token_kv
 
 BLOCK_SIZES = (16, 32, 64)
 
@@ -85,7 +85,7 @@ def test_gather_gives_the_canonical_layout(block_size: int, dtype: str) -> None:
     cache, block_ids = make_cache(layout, seed=0), [5, 3, 9, 1, 0, 7, 2, 11]
     copier = CacheCopier(cache)
     for tokens in (TokenRange(0, 64), TokenRange(64, 101), TokenRange(64, 65)):
-        data = copier.to_host([copier.gather(block_ids, tokens)], copier.mark())[0]
+        data = fetched(copier, block_ids, tokens)
         count = tokens.end - tokens.start
         assert data.nbytes == count * token_bytes(layout) == count * copier.token_bytes
         page = torch.frombuffer(bytearray(data), dtype=cache.dtype)
@@ -104,9 +104,8 @@ def test_scatter_moves_a_range_between_any_block_sizes_and_touches_nothing_else(
     target, theirs = make_cache(make_layout(target_size), seed=2), [7, 2, 5, 3, 1, 8, 0, 4]
     before = target.clone()
     out, into = CacheCopier(source), CacheCopier(target)
-    data = out.to_host([out.gather(ours, TokenRange(64, 128))], None)[0]
-    array = torch.frombuffer(bytearray(data), dtype=torch.uint8).numpy()
-    into.scatter(array, 64, theirs, TokenRange(*wanted), None)
+    data = fetched(out, ours, TokenRange(64, 128))
+    into.scatter(data, 64, theirs, TokenRange(*wanted), None)
     for position in range(128):
         moved = wanted[0] <= position < wanted[1]
         expected = token_kv(source, ours, position) if moved else token_kv(before, theirs, position)

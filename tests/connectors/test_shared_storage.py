@@ -9,6 +9,7 @@ import pytest
 
 from diptych.config import EngineConfig, KVTransferConfig
 from diptych.connectors.factory import make_scheduler_connector, make_worker_connector
+from diptych.connectors.page_orders import Outgoing
 from diptych.connectors.page_worker import PageConnectorWorker
 from diptych.connectors.shared_storage import FileStore, SharedStorageScheduler
 from diptych.errors import ConfigError
@@ -17,6 +18,10 @@ from tests.connectors.fakes import NAMESPACE, Request, make_cache, make_layout, 
 BLOCKS = list(range(30, 0, -1))
 PROMPT = list(range(2000, 2150))
 KEY = b"k" * 32
+
+
+def outgoing(data: bytes) -> Outgoing:
+    return Outgoing(KEY, len(data), lambda view: view.__setitem__(slice(None), data))
 
 
 def config(path: Path, role: str = "kv_both", **extra: object) -> EngineConfig:
@@ -147,25 +152,24 @@ def test_a_damaged_file_is_recomputed_and_written_anew(tmp_path: Path, damage: s
 
 def test_a_put_leaves_no_other_files_and_an_existing_object_stays(tmp_path: Path) -> None:
     store = FileStore(tmp_path)
-    first = store.put_many([(KEY, memoryview(b"one"))])
-    assert store.put_many([(KEY, memoryview(b"two"))]) == first
-    buffer = bytearray(3)
-    assert store.get_many([(KEY, memoryview(buffer))]) == first
-    assert buffer == b"one"
+    first = store.put_many([outgoing(b"one")])
+    assert store.put_many([outgoing(b"two")]) == first
+    taken: list[bytes] = []
+    assert store.get_many([(KEY, 3)], lambda i, view: taken.append(bytes(view))) == first
+    assert taken == [b"one"]
     assert [p.name for p in tmp_path.rglob("*") if p.is_file()] == [f"{KEY.hex()}.kv"]
 
 
 def test_a_get_of_another_size_or_an_absent_key_is_a_miss(tmp_path: Path) -> None:
     store = FileStore(tmp_path)
-    store.put_many([(KEY, memoryview(b"one"))])
-    items = [(KEY, memoryview(bytearray(4))), (b"x" * 32, memoryview(bytearray(3)))]
-    assert store.get_many(items) == [None, None]
+    store.put_many([outgoing(b"one")])
+    assert store.get_many([(KEY, 4), (b"x" * 32, 3)], pytest.fail) == [None, None]
 
 
 def test_a_disk_that_refuses_costs_the_save_only(tmp_path: Path) -> None:
     store = FileStore(tmp_path)
     (tmp_path / KEY.hex()[:2]).write_text("in the way")
-    assert store.put_many([(KEY, memoryview(b"one"))]) == [None]
+    assert store.put_many([outgoing(b"one")]) == [None]
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import time
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from diptych.connectors.page_copy import CacheCopier
 from diptych.connectors.pages import TokenRange
 from diptych.connectors.shared_storage import FileStore
 from tests.connectors.engines import OUR_BLOCKS, PROMPT, Engine, running
-from tests.connectors.fakes import consumer, make_cache, make_layout, producer, same_kv
+from tests.connectors.fakes import consumer, fetched, make_cache, make_layout, producer, same_kv
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -23,15 +24,37 @@ def test_gather_and_scatter_agree_with_the_cpu(block_size: int, dtype: str) -> N
     empty = make_cache(make_layout(block_size, dtype=dtype))
     on_gpu = empty.cuda()
     for tokens in (TokenRange(0, 64), TokenRange(64, 101), TokenRange(128, 129)):
-        ours = here.to_host([here.gather(OUR_BLOCKS, tokens)], None)[0]
-        theirs = there.to_host([there.gather(OUR_BLOCKS, tokens)], there.mark())[0]
-        assert bytes(ours) == bytes(theirs)
+        ours = fetched(here, OUR_BLOCKS, tokens)
+        assert bytes(ours) == bytes(fetched(there, OUR_BLOCKS, tokens))
         part = TokenRange(tokens.start + (tokens.end - tokens.start) // 3, tokens.end)
-        data = torch.frombuffer(bytearray(ours), dtype=torch.uint8).numpy()
         into = CacheCopier(on_gpu)
-        into.scatter(data, tokens.start, OUR_BLOCKS, part, into.mark())
-        CacheCopier(empty).scatter(data, tokens.start, OUR_BLOCKS, part, None)
+        into.scatter(ours, tokens.start, OUR_BLOCKS, part, into.mark())
+        CacheCopier(empty).scatter(ours, tokens.start, OUR_BLOCKS, part, None)
         assert torch.equal(on_gpu.cpu(), empty)
+
+
+def test_a_pool_that_is_pinned_is_reached_directly_and_gives_the_same_bytes() -> None:
+    layout = make_layout(64, dtype="bfloat16")
+    cache = make_cache(layout, seed=3).cuda()
+    copier = CacheCopier(cache)
+    size = 64 * copier.token_bytes
+    pool = memoryview(mmap.mmap(-1, 1 << 20))
+    copier.reach([pool])
+    pools = copier._pools
+    assert pools is not None
+    deadline = time.monotonic() + 30
+    while pools.tensor(pool[:1]) is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    view = pool[4096 : 4096 + size]
+    copier.fetch(copier.gather(OUR_BLOCKS, TokenRange(0, 64)), copier.mark(), view)
+    assert bytes(view) == bytes(fetched(copier, OUR_BLOCKS, TokenRange(0, 64)))
+    empty = make_cache(layout).cuda()
+    into = CacheCopier(empty)
+    into.scatter(view.toreadonly(), 0, OUR_BLOCKS, TokenRange(0, 64), into.mark())
+    assert same_kv((cache, OUR_BLOCKS), (empty, OUR_BLOCKS), 0, 64)
+    copier.reach([])
+    assert pools.tensor(view) is None
 
 
 def test_a_prompt_moves_between_gpu_and_cpu_engines(tmp_path: Path) -> None:
@@ -56,7 +79,6 @@ def test_a_copy_waits_for_the_model_stream() -> None:
         weight = weight @ weight / 64
     cache.fill_(1.5)
     started = time.monotonic()
-    page = copier.gather(OUR_BLOCKS, TokenRange(0, 64))
-    data = copier.to_host([page], copier.mark())[0]
+    data = fetched(copier, OUR_BLOCKS, TokenRange(0, 64))
     assert time.monotonic() - started < 30
     assert (torch.frombuffer(bytearray(data), dtype=torch.bfloat16) == 1.5).all()

@@ -2,12 +2,13 @@
 
 The cache is seen as `[num_blocks, H_kv, L, 2, block_size, D * item_bytes]` of uint8, an object as
 `[H_kv, L, 2, tokens, D * item_bytes]`. On a CPU both are numpy arrays: one thread copies, where
-torch would start a second pool of threads. On a GPU they are tensors, and copies run on a stream
-of their own.
+torch would start a second pool of threads. On a GPU they are tensors, and copies run on streams of
+their own, one a thread.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,7 @@ import numpy as np
 import torch
 
 from diptych.connectors.pages import TokenRange, block_runs
+from diptych.connectors.pinned_pool import PinnedPools
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -34,10 +36,10 @@ class CacheCopier:
         self._cache: Any = raw if self._on_gpu else raw.numpy()
         self._block_size = int(raw.shape[4])
         self._device = raw.device
-        self._stream = _side_stream_of(raw.device) if self._on_gpu else None
+        self._local = threading.local()
+        self._pools = PinnedPools(raw.device) if self._on_gpu else None
         heads, layers, _, _, row = raw.shape[1:]
         self._shape = (int(heads), int(layers), 2, -1, int(row))
-        self._host = torch.empty(0, dtype=torch.uint8)
         self.token_bytes = int(heads * layers * 2 * row)
 
     def mark(self) -> torch.cuda.Event | None:
@@ -62,47 +64,50 @@ class CacheCopier:
             ]
         return page  # type: ignore[no-any-return]
 
-    def host_buffers(self, sizes: Sequence[int]) -> list[NDArray[np.uint8]]:
-        """One host buffer per size, until the next call of this or `to_host`; pinned for a GPU."""
-        total = sum(sizes)
-        if self._host.numel() < total:
-            self._host = torch.empty(total, dtype=torch.uint8, pin_memory=self._on_gpu)
-        host: NDArray[np.uint8] = self._host.numpy()
-        ends = np.cumsum(sizes).tolist()
-        return [host[end - size : end] for end, size in zip(ends, sizes, strict=True)]
+    def reach(self, pools: Sequence[memoryview]) -> None:
+        """These whole pools are mapped here now, and no copy of another is under way: a GPU is to
+        copy to and from them directly."""
+        if self._pools is not None:
+            self._pools.keep_only(pools)
 
-    def to_host(self, pages: Sequence[Bytes], mark: torch.cuda.Event | None) -> list[memoryview]:
-        """The bytes of gathered objects, complete on return; as `host_buffers` they end."""
-        if not self._on_gpu:
-            return [np.asarray(page).reshape(-1).data for page in pages]
-        tensors = [page for page in pages if isinstance(page, torch.Tensor)]
-        buffers = self.host_buffers([page.numel() for page in tensors])
-        with self._side_stream(mark):
-            for page, buffer in zip(tensors, buffers, strict=True):
-                page.record_stream(torch.cuda.current_stream(self._device))
-                torch.from_numpy(buffer).copy_(page.view(-1), non_blocking=True)
-        return [buffer.data for buffer in buffers]
+    def fetch(self, page: Bytes, mark: torch.cuda.Event | None, view: memoryview) -> None:
+        """Write a gathered object's bytes into `view`; complete on return. Any thread may call."""
+        target = np.frombuffer(view, np.uint8)
+        if not isinstance(page, torch.Tensor):
+            np.copyto(target, page.reshape(-1))
+            return
+        direct = self._pools.tensor(view) if self._pools is not None else None
+        host = direct if direct is not None else self._staging(view.nbytes)
+        with self._side_stream(mark) as stream:
+            page.record_stream(stream)
+            host.copy_(page.view(-1), non_blocking=True)
+        if direct is None:
+            np.copyto(target, host.numpy())
 
     def scatter(
         self,
-        data: NDArray[np.uint8],
+        view: memoryview,
         object_start: int,
         block_ids: Sequence[int],
         wanted: TokenRange,
         mark: torch.cuda.Event | None,
     ) -> None:
-        """Write the tokens `wanted` of an object to their slots; complete on return.
+        """Write the tokens `wanted` of an object to their slots; complete on return. Any thread.
 
         Args:
-            data: `[num_bytes]`, the object from position `object_start` on, in host memory.
+            view: `[num_bytes]`, the object from position `object_start` on, in host memory.
             mark: the copy starts no sooner than this point of the model's stream.
         """
-        page: Any = data.reshape(self._shape)
+        source = np.frombuffer(view, np.uint8)
         if not self._on_gpu:
-            self._write(page, object_start, block_ids, wanted)
+            self._write(source.reshape(self._shape), object_start, block_ids, wanted)
             return
+        host = self._pools.tensor(view) if self._pools is not None else None
+        if host is None:
+            host = self._staging(view.nbytes)
+            np.copyto(host.numpy(), source)
         with self._side_stream(mark):
-            on_device = torch.from_numpy(page).to(self._device, non_blocking=True)
+            on_device = host.to(self._device, non_blocking=True).view(self._shape)
             self._write(on_device, object_start, block_ids, wanted)
 
     def _write(
@@ -114,13 +119,25 @@ class CacheCopier:
             ] = page[:, :, :, run.offset : run.offset + run.num_tokens]
 
     @contextmanager
-    def _side_stream(self, mark: torch.cuda.Event | None) -> Iterator[None]:
-        assert self._stream is not None
-        with torch.cuda.stream(self._stream):
+    def _side_stream(self, mark: torch.cuda.Event | None) -> Iterator[torch.cuda.Stream]:
+        """This thread's own stream, behind `mark`; its work is complete after the block."""
+        stream = getattr(self._local, "stream", None)
+        if stream is None:
+            stream = self._local.stream = _side_stream_of(self._device)
+        with torch.cuda.stream(stream):
             if mark is not None:
-                self._stream.wait_event(mark)
-            yield
-        self._stream.synchronize()
+                stream.wait_event(mark)
+            yield stream
+        stream.synchronize()
+
+    def _staging(self, num_bytes: int) -> Tensor:
+        """Pinned bytes of this thread's own, until its next call."""
+        buffer = getattr(self._local, "staging", None)
+        if buffer is None or buffer.numel() < num_bytes:
+            buffer = self._local.staging = torch.empty(
+                num_bytes, dtype=torch.uint8, pin_memory=True
+            )
+        return buffer[:num_bytes]
 
 
 def _side_stream_of(device: torch.device) -> torch.cuda.Stream:

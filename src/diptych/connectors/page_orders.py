@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from diptych.connectors.base import KVConnectorMetadata
 from diptych.connectors.pages import PageObject
@@ -60,11 +60,19 @@ class PageMetadata(KVConnectorMetadata):
     began_s: float = 0.0
 
 
+class Outgoing(NamedTuple):
+    """An object to be stored. `write` fills a view of its size, on any thread, perhaps twice."""
+
+    key: bytes
+    num_bytes: int
+    write: Callable[[memoryview], object]
+
+
 class PageStore(Protocol):
     """Where objects are kept. Used by one thread; every call has a deadline of its own."""
 
-    def put_many(self, items: Sequence[tuple[bytes, memoryview]], tenant: str) -> list[int | None]:
-        """Store each (key, bytes), on the tenant's account.
+    def put_many(self, items: Sequence[Outgoing], tenant: str) -> list[int | None]:
+        """Store each object, on the tenant's account.
 
         Returns:
             xxh3-64 of the object as it is stored (an earlier writer's where the key was there),
@@ -75,16 +83,23 @@ class PageStore(Protocol):
         """
         ...
 
-    def get_many(self, items: Sequence[tuple[bytes, memoryview]]) -> list[int | None]:
-        """Read each key's object into its buffer, which has the object's exact size.
+    def get_many(
+        self, items: Sequence[tuple[bytes, int]], sink: Callable[[int, memoryview], object]
+    ) -> list[int | None]:
+        """Read objects by (key, bytes). `sink(i, view)` takes the bytes of object i out of a view
+        that ends with the call; any thread may call it, and again for one that is read anew.
 
         Returns:
-            The checksum that the object was stored with, None unless it was read whole while it was
-            safe to read. The caller verifies what is in the buffer.
+            xxh3-64 of the bytes that the sink was shown last, None unless those were the whole
+            object, as it was stored, while it was safe to read.
 
         Raises:
             TransferError: the store does not answer.
         """
+        ...
+
+    def pools(self) -> list[memoryview]:
+        """Memory that objects are read from and written to in place, whole pools, writable."""
         ...
 
     def close(self) -> None:

@@ -13,13 +13,14 @@ import logging
 import os
 import secrets
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import xxhash
 
 from diptych.connectors.base import KVLayout, RequestView
+from diptych.connectors.page_orders import Outgoing
 from diptych.connectors.page_scheduler import PageConnectorScheduler
 from diptych.connectors.pages import TokenRange
 from diptych.engine.request import KVObject
@@ -69,21 +70,33 @@ class FileStore:
         except OSError:
             return None
 
-    def put_many(
-        self, items: Sequence[tuple[bytes, memoryview]], tenant: str = ""
-    ) -> list[int | None]:
-        return [self._put(key, data) for key, data in items]
+    def put_many(self, items: Sequence[Outgoing], tenant: str = "") -> list[int | None]:
+        return [self._put(item) for item in items]
 
-    def get_many(self, items: Sequence[tuple[bytes, memoryview]]) -> list[int | None]:
-        return [self._get(key, buffer) for key, buffer in items]
+    def get_many(
+        self, items: Sequence[tuple[bytes, int]], sink: Callable[[int, memoryview], object]
+    ) -> list[int | None]:
+        checksums = []
+        for index, (key, num_bytes) in enumerate(items):
+            buffer = memoryview(bytearray(num_bytes))
+            checksums.append(self._get(key, buffer))
+            if checksums[-1] is not None:
+                sink(index, buffer)
+        return checksums
+
+    def pools(self) -> list[memoryview]:
+        return []
 
     def close(self) -> None:
         return
 
-    def _put(self, key: bytes, data: memoryview) -> int | None:
+    def _put(self, item: Outgoing) -> int | None:
+        key = item.key
         there = self.look_up(key)
-        if there is not None and there.num_bytes == data.nbytes:
+        if there is not None and there.num_bytes == item.num_bytes:
             return there.checksum
+        data = memoryview(bytearray(item.num_bytes))
+        item.write(data)
         checksum = xxhash.xxh3_64_intdigest(data)
         path = self.path(key)
         aside = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+from diptych.connectors.page_orders import Outgoing
 from diptych.connectors.store_results import GetResult, Outcome, PutItem, PutResult
 from diptych.connectors.store_session import Sink
 
@@ -18,6 +19,7 @@ class Client(Protocol):
     def get_many(
         self, keys: Sequence[bytes], sink: Sink, timeout_s: float | None = None
     ) -> list[GetResult]: ...
+    def pools(self) -> list[memoryview]: ...
     def close(self) -> None: ...
 
 
@@ -27,10 +29,8 @@ class ServiceStore:
     def __init__(self, client: Client) -> None:
         self._client = client
 
-    def put_many(self, items: Sequence[tuple[bytes, memoryview]], tenant: str) -> list[int | None]:
-        results = self._client.put_many(
-            [PutItem(key, data.nbytes, _writer(data)) for key, data in items], tenant=tenant
-        )
+    def put_many(self, items: Sequence[Outgoing], tenant: str) -> list[int | None]:
+        results = self._client.put_many([PutItem(*item) for item in items], tenant=tenant)
         # an earlier writer's bytes may differ in the last bits: the commit carries their checksum
         known = (Outcome.OK, Outcome.EXISTS)
         checksums = [r.checksum if r.outcome in known else None for r in results]
@@ -38,34 +38,26 @@ class ServiceStore:
             i for i, r in enumerate(results) if r.outcome is Outcome.EXISTS and not r.checksum
         ]
         if unknown:
-            read = self._client.get_many([items[i][0] for i in unknown], lambda i, view: None)
+            read = self._client.get_many([items[i].key for i in unknown], lambda i, view: None)
             for i, result in zip(unknown, read, strict=True):
                 checksums[i] = result.checksum if result.outcome is Outcome.OK else None
         return checksums
 
-    def get_many(self, items: Sequence[tuple[bytes, memoryview]]) -> list[int | None]:
-        taken = [False] * len(items)
-
+    def get_many(
+        self, items: Sequence[tuple[bytes, int]], sink: Callable[[int, memoryview], object]
+    ) -> list[int | None]:
         def take(index: int, view: memoryview) -> None:
-            buffer = items[index][1]
-            if view.nbytes == buffer.nbytes:
-                buffer[:] = view
-                taken[index] = True
+            if view.nbytes == items[index][1]:
+                sink(index, view)
 
         results = self._client.get_many([key for key, _ in items], take)
         return [
-            r.checksum if r.outcome is Outcome.OK and whole else None
-            for r, whole in zip(results, taken, strict=True)
+            r.checksum if r.outcome is Outcome.OK and r.num_bytes == num_bytes else None
+            for r, (_, num_bytes) in zip(results, items, strict=True)
         ]
+
+    def pools(self) -> list[memoryview]:
+        return self._client.pools()
 
     def close(self) -> None:
         self._client.close()
-
-
-def _writer(data: memoryview) -> Callable[[memoryview], None]:
-    """Copies prepared bytes to where the store wants them."""
-
-    def write(view: memoryview) -> None:
-        view[:] = data
-
-    return write

@@ -172,6 +172,11 @@ class StoreClient:
         if self.usable:
             self._calls.forget(getattr(self._calls.stub, method), request)
 
+    def pools(self) -> list[memoryview]:
+        """The node's pool, whole and writable, if it is mapped here."""
+        session = self._session
+        return [] if session is None else session.mover.pools()
+
     def close(self) -> None:
         """Drop mapping and connections; to calls under way and later ones the store is lost.
         Idempotent."""

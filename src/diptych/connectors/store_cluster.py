@@ -143,6 +143,12 @@ class StoreCluster:
         """A client of every node that is known now, by node id."""
         return {node_id: self._client(node) for node_id, node in self._nodes.nodes().items()}
 
+    def pools(self) -> list[memoryview]:
+        """The nodes' pools that are mapped here, whole and writable."""
+        with self._lock:
+            clients = [client for _, client in self._clients.values()]
+        return [view for client in clients for view in client.pools()]
+
     def close(self) -> None:
         """Drop all connections. Idempotent."""
         self._nodes.close()

@@ -10,6 +10,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -30,6 +31,10 @@ from diptych.errors import TransferError
 from diptych.proto import kvstore_pb2 as pb
 
 _log = logging.getLogger(__name__)
+
+# One core copies and hashes slower than memory is; more than these gain nothing.
+_MAX_COPIERS = 4
+_THREADED_BYTES = 16 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +59,10 @@ class Mover(Protocol):
 
     def write(self, moves: Sequence[Move], until: float, begin_by: float) -> list[int | None]: ...
     def read(self, moves: Sequence[Move], until: float) -> list[int | None]: ...
+    def pools(self) -> list[memoryview]:
+        """What of the node's memory is mapped, whole and writable."""
+        ...
+
     def close(self) -> None: ...
 
 
@@ -82,10 +91,12 @@ def open_mover(node: pb.StoreNode, transport: str, timeout_s: float) -> Mover:
 
 
 class MappedMover:
-    """The node's pool, mapped. Threads may use it at once."""
+    """The node's pool, mapped. Threads may use it at once; on a large host it uses some itself."""
 
     def __init__(self, pool: mmap.mmap) -> None:
         self._view = memoryview(pool)
+        count = min(_MAX_COPIERS, (os.cpu_count() or 1) // 4)
+        self._threads = ThreadPoolExecutor(count, "kv-copy") if count > 1 else None
 
     @classmethod
     def connect(cls, address: str, token: bytes, timeout_s: float) -> MappedMover:
@@ -104,11 +115,23 @@ class MappedMover:
                 os.close(fd)
 
     def write(self, moves: Sequence[Move], until: float, begin_by: float) -> list[int | None]:
-        return [self._touch(move, self._view, min(until, begin_by)) for move in moves]
+        return self._touch_all(moves, self._view, min(until, begin_by))
 
     def read(self, moves: Sequence[Move], until: float) -> list[int | None]:
         view = self._view.toreadonly()
-        return [self._touch(move, view, until) for move in moves]
+        return self._touch_all(moves, view, until)
+
+    def pools(self) -> list[memoryview]:
+        return [self._view]
+
+    def _touch_all(self, moves: Sequence[Move], pool: memoryview, until: float) -> list[int | None]:
+        num_bytes = sum(move.num_bytes for move in moves)
+        if self._threads is None or num_bytes < _THREADED_BYTES or len(moves) < 2:
+            return [self._touch(move, pool, until) for move in moves]
+        futures = [self._threads.submit(self._touch, move, pool, until) for move in moves]
+        # an error of one must not leave others at work on room that is given back
+        wait(futures)
+        return [future.result() for future in futures]
 
     def view(self, offset: int, num_bytes: int) -> memoryview:
         """Bytes of the pool, read-only."""
@@ -122,7 +145,9 @@ class MappedMover:
             return xxhash.xxh3_64_intdigest(view)
 
     def close(self) -> None:
-        """Nothing: another thread may be copying. The mapping goes with its last user."""
+        """The mapping goes with its last user: another thread may be copying."""
+        if self._threads is not None:
+            self._threads.shutdown(wait=False)
 
 
 class StreamMover:
@@ -183,6 +208,9 @@ class StreamMover:
                         move.touch(readonly)
                     checksums.append(xxhash.xxh3_64_intdigest(view))
         return checksums
+
+    def pools(self) -> list[memoryview]:
+        return []
 
     def close(self) -> None:
         self._connection.close()

@@ -17,8 +17,9 @@ if TYPE_CHECKING:
 
     from diptych.connectors.page_copy import Bytes
 
-BATCH_OBJECTS = 64
-BATCH_BYTES = 64 << 20
+# What one call to the store moves. Small enough that room which is staged is given back soon.
+BATCH_OBJECTS = 256
+BATCH_BYTES = 256 << 20
 
 Tokens = TypeVar("Tokens", KVObject, PageObject)
 

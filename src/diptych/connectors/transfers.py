@@ -11,16 +11,15 @@ import contextlib
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TypeVar
-
-import xxhash
 
 from diptych.clock import Clock
 from diptych.connectors.base import KVConnectorOutput, TransferRates
 from diptych.connectors.page_copy import CacheCopier
-from diptych.connectors.page_orders import LoadOrder, PageStore, SaveOrder
-from diptych.connectors.pages import TokenRange
+from diptych.connectors.page_orders import LoadOrder, Outgoing, PageStore, SaveOrder
+from diptych.connectors.pages import PageObject, TokenRange
 from diptych.connectors.stored_objects import StoredObjects
 from diptych.connectors.transfer_jobs import (
     Load,
@@ -184,37 +183,43 @@ class Transfers:
             if load.aborted or self._is_late(load.deadline_s):
                 return
             began = self._clock.monotonic()
-            buffers = self._copier.host_buffers([o.num_bytes for o in batch])
-            read = store.get_many([(o.key, b.data) for o, b in zip(batch, buffers, strict=True)])
-            for item, buffer, checksum in zip(batch, buffers, read, strict=True):
-                if load.aborted or not self._arrived(load.order, item, buffer.data, checksum):
+            self._copier.reach(store.pools())
+            wanted = [_wanted(load.order, item) for item in batch]
+            take = partial(self._take, load, batch, wanted)
+            read = store.get_many([(o.key, o.num_bytes) for o in batch], take)
+            for item, tokens, checksum in zip(batch, wanted, read, strict=True):
+                if load.aborted or not self._arrived(load.order, item, checksum):
                     return
-                wanted = TokenRange(
-                    max(item.start_token, load.order.start_token),
-                    min(item.end_token, load.order.end_token),
-                )
-                block_ids = load.order.block_ids
-                self._copier.scatter(buffer, item.start_token, block_ids, wanted, load.mark)
-                load.valid = wanted.end
+                load.valid = tokens.end
             with self._wake:
                 num_bytes = sum(item.num_bytes for item in batch)
                 self._rates().loaded(num_bytes, self._clock.monotonic() - began)
 
-    def _arrived(
-        self, order: LoadOrder, item: KVObject, data: memoryview, checksum: int | None
-    ) -> bool:
+    def _take(
+        self,
+        load: Load,
+        batch: Sequence[KVObject],
+        wanted: Sequence[TokenRange],
+        index: int,
+        view: memoryview,
+    ) -> None:
+        """Copy an object into its blocks, which nobody reads before it is verified."""
+        if not load.aborted:
+            start = batch[index].start_token
+            self._copier.scatter(view, start, load.order.block_ids, wanted[index], load.mark)
+
+    def _arrived(self, order: LoadOrder, item: KVObject, checksum: int | None) -> bool:
         """Whether the object came whole and is the one that was meant."""
         if checksum is None:
             self.stored.forget(item.key)
             return False
-        expected = item.checksum if order.checksums_known else checksum
-        if xxhash.xxh3_64_intdigest(data) != expected:
+        if order.checksums_known and checksum != item.checksum:
             tokens = (item.start_token, item.end_token)
             logger.warning(
                 "request %s: the checksum of tokens %d..%d differs", order.request_id, *tokens
             )
             return False
-        self.stored.note(item.key, expected, item.num_bytes)
+        self.stored.note(item.key, checksum, item.num_bytes)
         return True
 
     def _report_load(self, load: Load) -> None:
@@ -231,14 +236,19 @@ class Transfers:
         for batch in batches(staged, self._copier.token_bytes):
             if save.sending.aborted or self._is_late(save.deadline_s):
                 return
-            data = self._copier.to_host([save.pages.pop(o.key) for o in batch], save.mark)
-            items = [(o.key, b) for o, b in zip(batch, data, strict=True)]
+            self._copier.reach(store.pools())
+            items = [self._outgoing(save, item) for item in batch]
             stored = store.put_many(items, save.order.tenant)
-            for item, bytes_, checksum in zip(batch, data, stored, strict=True):
+            for item, sent, checksum in zip(batch, items, stored, strict=True):
+                del save.pages[item.key]
                 if checksum is not None:
-                    save.stored[item.key] = stored_object(item, bytes_.nbytes, checksum)
-                    self.stored.note(item.key, checksum, bytes_.nbytes)
-            self._unstage(save, sum(bytes_.nbytes for bytes_ in data))
+                    save.stored[item.key] = stored_object(item, sent.num_bytes, checksum)
+                    self.stored.note(item.key, checksum, sent.num_bytes)
+            self._unstage(save, sum(sent.num_bytes for sent in items))
+
+    def _outgoing(self, save: Save, item: PageObject) -> Outgoing:
+        page = save.pages[item.key]
+        return Outgoing(item.key, page.nbytes, partial(self._copier.fetch, page, save.mark))
 
     def _unstage(self, save: Save, num_bytes: int) -> None:
         with self._wake:
@@ -269,3 +279,10 @@ class Transfers:
             return False
         logger.warning("%s: a transfer passed its deadline", self._name)
         return True
+
+
+def _wanted(order: LoadOrder, item: KVObject) -> TokenRange:
+    """What of an object the order asks for."""
+    return TokenRange(
+        max(item.start_token, order.start_token), min(item.end_token, order.end_token)
+    )
