@@ -27,6 +27,11 @@ class Ops(Protocol):
         device decides a launch."""
         ...
 
+    @property
+    def prefill_capturable(self) -> bool:
+        """Whether steps of prompts may be, too."""
+        ...
+
     def store_kv(
         self,
         k: Tensor,

@@ -53,7 +53,7 @@ class TorchOps:
     Making one sets the allocator of the process up for it (`keep_freed_memory`).
     """
 
-    capturable = False
+    capturable = prefill_capturable = False
 
     def __init__(self) -> None:
         keep_freed_memory()

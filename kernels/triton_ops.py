@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from diptych.kernels.attention_spec import PrefillAttention
 from diptych.kernels.decode_rows import advance_rows, read_rows, write_rows
+from diptych.kernels.fa3_prefill_attention import Fa3Prefill
 from diptych.kernels.fp8_linear import fp8_gated_linear, fp8_linear, fp8_linear_parts
 from diptych.kernels.linear import gated_linear, linear, linear_onto, linear_parts
 from diptych.kernels.paged_decode_attention import PagedDecode
@@ -24,6 +25,7 @@ class TritonOps:
 
     def __init__(self, prefill: PrefillAttention = paged_prefill_attention) -> None:
         self.paged_prefill_attention = prefill
+        self.prefill_capturable = not isinstance(prefill, Fa3Prefill)  # which nobody has tried
         self.paged_decode_attention = PagedDecode()
 
     store_kv = staticmethod(store_kv)

@@ -296,16 +296,18 @@ class UniprocExecutor:
                 max_model_len=max_model_len,
                 capture=capture,
             )
-            mixed = capture_mixed(
-                model,
-                ops,
-                kv_cache,
-                batch,
-                sampler,
-                decode.step.logits,
-                max_num_tokens=min(self._limits[1], max_model_len),
-                max_model_len=max_model_len,
-                capture=capture,
-            )
+            mixed = None
+            if ops.prefill_capturable:
+                mixed = capture_mixed(
+                    model,
+                    ops,
+                    kv_cache,
+                    batch,
+                    sampler,
+                    decode.step.logits,
+                    max_num_tokens=min(self._limits[1], max_model_len),
+                    max_model_len=max_model_len,
+                    capture=capture,
+                )
         torch.cuda.empty_cache()
         return decode, mixed
