@@ -10,6 +10,7 @@ import torch
 
 from diptych.engine.captured_decode import capture_decode
 from diptych.engine.captured_mixed import capture_mixed
+from diptych.engine.executor import UniprocExecutor
 from diptych.engine.graphs import (
     DecodeGraphs,
     MixedGraphs,
@@ -19,6 +20,7 @@ from diptych.engine.graphs import (
     fit,
     mixed_sizes,
 )
+from diptych.engine.runner import ModelRunner
 from diptych.kernels.dispatch import select_ops
 from diptych.sampling_params import SamplingParams
 from tests.engine.runner_driver import RunnerDriver
@@ -73,25 +75,44 @@ def test_a_step_runs_in_the_next_larger_graph_captured_largest_first() -> None:
     assert replayed == [(1, 32), (4, 32), (2, 64), (4, 64)]
 
 
+def capture_on_a_cpu(executor: UniprocExecutor) -> ModelRunner:
+    """Have it run steps as with graphs, where a graph is the call that it was made of."""
+    runner = executor._runner
+    assert runner is not None
+    batch, ops = runner._batch, select_ops(CPU)
+    runner._decode = capture_decode(
+        runner._model,
+        ops,
+        runner._kv_cache,
+        batch,
+        runner._sampler,
+        vocab_size=384,
+        max_model_len=512,
+        capture=lambda run: run,
+    )
+    runner._mixed = capture_mixed(
+        runner._model,
+        ops,
+        runner._kv_cache,
+        batch,
+        runner._sampler,
+        runner._decode.step.logits,
+        max_num_tokens=128,
+        max_model_len=512,
+        capture=lambda run: run,
+    )
+    return runner
+
+
 class CapturedDriver(RunnerDriver):
     """Decodes as with graphs, and notes their sizes."""
 
     def __init__(self, model: Path, **settings) -> None:
         super().__init__(model, **settings)
         self.sizes: list[int] = []
-        runner = self.executor._runner
-        assert runner is not None
-        self.cache = runner._kv_cache
-        runner._decode = capture_decode(
-            runner._model,
-            select_ops(CPU),
-            runner._kv_cache,
-            runner._batch,
-            runner._sampler,
-            vocab_size=384,
-            max_model_len=512,
-            capture=lambda run: run,
-        )
+        runner = capture_on_a_cpu(self.executor)
+        assert runner._decode is not None
+        self.cache, runner._mixed = runner._kv_cache, None
         run = runner._decode.step.run
         runner._decode.graphs._replays = {
             key: lambda key=key: (self.sizes.append(key[0]), run(*key))
@@ -105,24 +126,12 @@ class MixedDriver(RunnerDriver):
     def __init__(self, model: Path, **settings) -> None:
         super().__init__(model, **settings)
         self.runs: list[tuple[MixedSize, int]] = []
-        runner = self.executor._runner
-        assert runner is not None
-        self.cache = runner._kv_cache
-        runner._mixed = capture_mixed(
-            runner._model,
-            select_ops(CPU),
-            runner._kv_cache,
-            runner._batch,
-            runner._sampler,
-            torch.zeros(runner._batch.max_num_seqs, 384),
-            max_num_tokens=128,
-            max_model_len=512,
-            capture=lambda run: run,
-        )
+        runner = capture_on_a_cpu(self.executor)
         assert runner._mixed is not None
-        step = runner._mixed.step
+        self.cache, runner._decode = runner._kv_cache, None
+        run = runner._mixed.step.run
         runner._mixed.graphs._replays = {
-            key: lambda key=key: (self.runs.append(key), step.run(*key))
+            key: lambda key=key: (self.runs.append(key), run(*key))
             for key in runner._mixed.graphs._replays
         }
 

@@ -11,7 +11,7 @@ import pytest
 
 from diptych import LLM, SamplingParams
 from tests.engine.runner_driver import RunnerDriver
-from tests.engine.test_graphs import CapturedDriver
+from tests.engine.test_graphs import CapturedDriver, capture_on_a_cpu
 from tests.tiny_models import make_tiny_model
 
 KINDS: dict[str, list[dict[str, Any]]] = {
@@ -47,11 +47,20 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_model(tmp_path_factory.mktemp("models") / "m")
 
 
-def answers(model: Path, kinds: list[dict[str, Any]], *, ahead: bool, **settings: Any) -> list[Any]:
+def answers(
+    model: Path,
+    kinds: list[dict[str, Any]],
+    *,
+    ahead: bool,
+    captured: bool = False,
+    **settings: Any,
+) -> list[Any]:
     """What comes of requests of which many share a prefix."""
     rng = random.Random(1)
     values = {"device": "cpu", "max_model_len": 256, "num_kv_blocks": 64, "max_num_seqs": 6}
     with LLM(str(model), async_scheduling=ahead, **values | settings) as llm:
+        if captured:
+            capture_on_a_cpu(llm._core._executor)
         vocab = range(10, llm.model_config.vocab_size)
         shared = rng.choices(vocab, k=40)
         prompts = [
@@ -87,6 +96,18 @@ def test_steps_planned_ahead_answer_as_others(model: Path, kinds: Any, settings:
             assert [known and list(known) for known in logprobs or []] == [
                 known and list(known) for known in expected or []
             ]
+
+
+@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
+def test_so_do_captured_steps_of_every_kind(model: Path, settings: Any) -> None:
+    """Rows stay where graphs would have them, while steps of other kinds come between."""
+    kinds = [kind for group in KINDS.values() for kind in group]
+    plain = answers(model, kinds, ahead=False, **settings)
+    ours = answers(model, kinds, ahead=True, captured=True, **settings)
+    for got, want in zip(ours, plain, strict=True):
+        assert list(got[1].token_ids) == list(want[1].token_ids)
+        assert got[1].finish_reason == want[1].finish_reason
+        assert (got[0] is None) == (want[0] is None)
 
 
 @pytest.mark.parametrize("make_driver", [RunnerDriver, CapturedDriver])
