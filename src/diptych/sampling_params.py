@@ -6,6 +6,7 @@ No torch here: the router, the services and `LLM` share this file.
 from __future__ import annotations
 
 import math
+from copy import copy
 from typing import Any
 
 import msgspec
@@ -83,6 +84,20 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
         """A checked copy with other values."""
         return msgspec.structs.replace(self, **changes)
 
+    def completed(
+        self, *, seed: int, max_tokens: int, bad_words_token_ids: list[list[int]] | None
+    ) -> SamplingParams:
+        """A copy with what was left open; only what these may break is checked again.
+
+        Raises:
+            InvalidRequestError: fewer tokens are possible than at least wanted.
+        """
+        done = copy(self)
+        done.seed, done.max_tokens = seed, max_tokens
+        done.bad_words_token_ids = bad_words_token_ids
+        done._check_least_tokens()
+        return done
+
     def check_against_model(self, *, vocab_size: int, max_logprobs: int = MAX_LOGPROBS) -> None:
         """Check what depends on the model.
 
@@ -152,6 +167,10 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
             number = isinstance(value, int | float) and not isinstance(value, bool)
             _require(name, number and math.isfinite(value), "a finite number")
 
+    def _check_least_tokens(self) -> None:
+        fits = self.max_tokens is None or self.min_tokens <= self.max_tokens
+        _require("min_tokens", fits, "at most max_tokens")
+
     def _check_ranges(self) -> None:
         if self.n > 1:
             raise UnsupportedFeatureError(f"n must be 1 in this version, got {self.n}", param="n")
@@ -166,11 +185,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
         _require("seed", self.seed is None or -(2**63) <= self.seed < 2**63, "a 64-bit integer")
         _require("max_tokens", self.max_tokens is None or self.max_tokens >= 1, "at least 1")
         _require("min_tokens", self.min_tokens >= 0, "at least 0")
-        _require(
-            "min_tokens",
-            self.max_tokens is None or self.min_tokens <= self.max_tokens,
-            "at most max_tokens",
-        )
+        self._check_least_tokens()
         for name in ("logprobs", "prompt_logprobs"):
             value = getattr(self, name)
             _require(name, value is None or value >= -1, "-1, 0 or a positive integer")

@@ -177,7 +177,8 @@ class LLM:
         return [self._without_text(one) for one in params]
 
     def _without_text(self, params: SamplingParams) -> SamplingParams:
-        return params if self._makes_text else params.replace(detokenize=False)
+        fits = self._makes_text or not params.detokenize
+        return params if fits else params.replace(detokenize=False)
 
     def _run(
         self,

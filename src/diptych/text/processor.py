@@ -109,7 +109,7 @@ class Processor:
         params.check_against_model(vocab_size=self.vocab_size, max_logprobs=self._max_logprobs)
         words = [list(word) for word in params.bad_words_token_ids or []]
         words += self._bad_word_ids(params.bad_words or [])
-        params = params.replace(
+        params = params.completed(
             seed=self._rng.getrandbits(63) if params.seed is None else params.seed,
             max_tokens=self._max_tokens(len(ids), params, part),
             bad_words_token_ids=words or None,
