@@ -24,7 +24,6 @@ import numpy as np
 from diptych.bench.offline import report, say
 from diptych.bench.transport_pool import (
     Pool,
-    copy_rates,
     make_pool,
     make_transport,
     running_source,
@@ -71,10 +70,9 @@ def main(args: argparse.Namespace) -> int:
     num_bytes = max(2 * args.set_bytes, 2 * _prompt_bytes() if args.prompt else 0)
     rows: list[dict[str, Any]] = []
     pool = make_pool(args.device, num_bytes)
-    copies = copy_rates(pool, args.source_device, cases, args.rounds)
     for name in args.transport:
         try:
-            rows += _measure_transport(name, args, pool, cases, copies)
+            rows += _measure_transport(name, args, pool, cases)
         except TransferError as error:
             say(f"{name:>5}: {error}")
             rows.append({"transport": name, "error": str(error)})
@@ -88,7 +86,6 @@ def _measure_transport(
     args: argparse.Namespace,
     pool: Pool,
     cases: list[Case],
-    copies: dict[str, float],
 ) -> list[dict[str, Any]]:
     rows = []
     with running_source(name, args.source_device, pool.num_bytes) as endpoint:
@@ -97,9 +94,7 @@ def _measure_transport(
             thread.start()
             thread.connect("source", endpoint)
             for case in cases:
-                row = {"transport": name, **_measure(thread, pool, case, args.rounds)}
-                row["copy_gb_per_s"] = copies[case.name]
-                row["copy_ratio"] = row["gb_per_s"] / copies[case.name]
+                row = {"transport": name, **_measure(thread, pool, case, args)}
                 rows.append(row)
                 say(
                     f"{name:>5} {case.name:<34} {len(case.runs):6d} runs {row['gb_per_s']:7.2f} "
@@ -110,31 +105,50 @@ def _measure_transport(
     return rows
 
 
-def _measure(thread: TransferThread, pool: Pool, case: Case, rounds: int) -> dict[str, Any]:
-    seconds = []
+def _measure(
+    thread: TransferThread, pool: Pool, case: Case, args: argparse.Namespace
+) -> dict[str, Any]:
+    """One read that is checked, one that is not counted, then reads and copies in turn."""
     pool.clear()
-    for round_ in range(-2, rounds):
-        order = ReadOrder(
-            read_id=f"{case.name}/{round_}",
-            peer_id="source",
-            runs=case.runs,
-            deadline_s=time.monotonic() + _READ_DEADLINE_S,
-        )
-        start_s = time.perf_counter()
-        thread.read(order)
-        _wait(thread, case.name)
-        if round_ >= 0:
-            seconds.append(time.perf_counter() - start_s)
+    _read(thread, case, "checked")
     pool.check(case.runs)
-    median = statistics.median(seconds)
+    reads, copies = [], []
+    for round_ in range(-1, args.rounds):
+        copied_s = pool.seconds_to_copy(args.source_device, case.runs)
+        read_s = _read(thread, case, str(round_))
+        if round_ >= 0:
+            reads.append(read_s)
+            copies.append(copied_s)
+    size, read_s, copied_s = (
+        case.runs.num_bytes,
+        statistics.median(reads),
+        statistics.median(copies),
+    )
     return {
         "case": case.name,
         "num_runs": len(case.runs),
-        "num_bytes": case.runs.num_bytes,
-        "gb_per_s": case.runs.num_bytes / median / 1e9,
-        "milliseconds": median * 1e3,
-        "seconds": seconds,
+        "num_bytes": size,
+        "gb_per_s": size / read_s / 1e9,
+        "copy_gb_per_s": size / copied_s / 1e9,
+        "copy_ratio": copied_s / read_s,
+        "milliseconds": read_s * 1e3,
+        "seconds": reads,
+        "copy_seconds": copies,
     }
+
+
+def _read(thread: TransferThread, case: Case, name: str) -> float:
+    """Seconds from the order to its result."""
+    order = ReadOrder(
+        read_id=f"{case.name}/{name}",
+        peer_id="source",
+        runs=case.runs,
+        deadline_s=time.monotonic() + _READ_DEADLINE_S,
+    )
+    start_s = time.perf_counter()
+    thread.read(order)
+    _wait(thread, case.name)
+    return time.perf_counter() - start_s
 
 
 def _wait(thread: TransferThread, name: str) -> None:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import multiprocessing
-import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Protocol
@@ -23,15 +22,6 @@ if TYPE_CHECKING:
 _START_TIMEOUT_S = 60.0
 _SEED = 11
 _MOST_COMPARED = 4096
-
-
-class NamedRuns(Protocol):
-    """A case of the benchmark."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def runs(self) -> Runs: ...
 
 
 def make_transport(name: str) -> Transport:
@@ -157,17 +147,6 @@ class DevicePool:
 
     def _wait(self) -> None:
         self._torch.cuda.synchronize(self._data.device)
-
-
-def copy_rates(
-    pool: Pool, device: str, cases: Sequence[NamedRuns], rounds: int
-) -> dict[str, float]:
-    """GB/s of plain copies, by case."""
-    rates = {}
-    for case in cases:
-        seconds = [pool.seconds_to_copy(device, case.runs) for _ in range(rounds + 1)][1:]
-        rates[case.name] = case.runs.num_bytes / statistics.median(seconds) / 1e9
-    return rates
 
 
 @contextmanager
