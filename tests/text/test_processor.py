@@ -120,6 +120,14 @@ def test_max_tokens_past_the_context_is_refused_or_cut(directory: Path) -> None:
     assert cut.sampling_params.max_tokens == 29
 
 
+def test_less_room_than_min_tokens_is_refused(directory: Path) -> None:
+    processor = make_processor(directory, max_model_len=10, clamp_max_tokens=True)
+    params = SamplingParams(max_tokens=50, min_tokens=5)
+    assert processor.completion([5] * 5, params).sampling_params.max_tokens == 5
+    with pytest.raises(InvalidRequestError, match="min_tokens must be at most max_tokens"):
+        processor.completion([5] * 6, params)
+
+
 def test_bad_words_are_found_with_and_without_a_space(directory: Path) -> None:
     processor = make_processor(directory)
     bare, spaced = (

@@ -98,13 +98,14 @@ class LLM:
             InvalidRequestError: a prompt or a parameter is invalid.
             EngineError: the engine failed.
         """
-        parsed = parse_prompts(prompts)
-        params = self._one_each(sampling_params, len(parsed))
-        requests = [
-            self._processor.completion(prompt["prompt"], one)
-            for prompt, one in zip(parsed, params, strict=True)
-        ]
-        return self._run(requests, parsed, priority, use_tqdm)
+        with frozen_garbage():
+            parsed = parse_prompts(prompts)
+            params = self._one_each(sampling_params, len(parsed))
+            requests = [
+                self._processor.completion(prompt["prompt"], one)
+                for prompt, one in zip(parsed, params, strict=True)
+            ]
+            return self._run(requests, parsed, priority, use_tqdm)
 
     def chat(
         self,
@@ -128,7 +129,8 @@ class LLM:
             )
             for conversation, one in zip(conversations, params, strict=True)
         ]
-        return self._run(requests, None, None, use_tqdm)
+        with frozen_garbage():
+            return self._run(requests, None, None, use_tqdm)
 
     @property
     def max_model_len(self) -> int:
@@ -213,7 +215,7 @@ class LLM:
 
     def _drain(self, pending: deque[EngineCoreRequest], progress: _Progress) -> None:
         """Step until all have ended, never queueing more than the engine takes."""
-        with progress, frozen_garbage():
+        with progress:
             while pending or len(self._outputs):
                 room = self._core.info.max_num_queued_reqs - len(self._outputs) + len(pending)
                 for _ in range(min(room, len(pending))):
