@@ -7,6 +7,38 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class HandoffPeer(_message.Message):
+    __slots__ = ("worker_id", "incarnation", "address")
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    worker_id: str
+    incarnation: str
+    address: str
+    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., address: _Optional[str] = ...) -> None: ...
+
+class HandoffFrame(_message.Message):
+    __slots__ = ("hello", "body")
+    HELLO_FIELD_NUMBER: _ClassVar[int]
+    BODY_FIELD_NUMBER: _ClassVar[int]
+    hello: HandoffHello
+    body: bytes
+    def __init__(self, hello: _Optional[_Union[HandoffHello, _Mapping]] = ..., body: _Optional[bytes] = ...) -> None: ...
+
+class HandoffHello(_message.Message):
+    __slots__ = ("worker_id", "incarnation", "kv_namespace", "protocol_version", "cards")
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    KV_NAMESPACE_FIELD_NUMBER: _ClassVar[int]
+    PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
+    CARDS_FIELD_NUMBER: _ClassVar[int]
+    worker_id: str
+    incarnation: str
+    kv_namespace: str
+    protocol_version: int
+    cards: bytes
+    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., kv_namespace: _Optional[str] = ..., protocol_version: _Optional[int] = ..., cards: _Optional[bytes] = ...) -> None: ...
+
 class GetInfoRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
@@ -72,7 +104,7 @@ class Ticket(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., router_incarnation: _Optional[str] = ..., prefill_incarnation: _Optional[str] = ..., decode_incarnation: _Optional[str] = ..., epoch: _Optional[int] = ..., nonce: _Optional[int] = ..., ttl_ms: _Optional[int] = ..., key_id: _Optional[str] = ..., signature: _Optional[bytes] = ...) -> None: ...
 
 class SubmitRequest(_message.Message):
-    __slots__ = ("ticket", "prompt_token_ids", "output_token_ids", "sampling", "eos_token_ids", "priority", "cache_salt", "handoff_out", "handoff_in", "traceparent", "tenant")
+    __slots__ = ("ticket", "prompt_token_ids", "output_token_ids", "sampling", "eos_token_ids", "priority", "cache_salt", "handoff_out", "handoff_in", "traceparent", "tenant", "handoff_peer")
     TICKET_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     OUTPUT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -84,6 +116,7 @@ class SubmitRequest(_message.Message):
     HANDOFF_IN_FIELD_NUMBER: _ClassVar[int]
     TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
     TENANT_FIELD_NUMBER: _ClassVar[int]
+    HANDOFF_PEER_FIELD_NUMBER: _ClassVar[int]
     ticket: Ticket
     prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
     output_token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -95,7 +128,8 @@ class SubmitRequest(_message.Message):
     handoff_in: KvCommit
     traceparent: str
     tenant: str
-    def __init__(self, ticket: _Optional[_Union[Ticket, _Mapping]] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., output_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., priority: _Optional[int] = ..., cache_salt: _Optional[str] = ..., handoff_out: _Optional[bool] = ..., handoff_in: _Optional[_Union[KvCommit, _Mapping]] = ..., traceparent: _Optional[str] = ..., tenant: _Optional[str] = ...) -> None: ...
+    handoff_peer: HandoffPeer
+    def __init__(self, ticket: _Optional[_Union[Ticket, _Mapping]] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., output_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., priority: _Optional[int] = ..., cache_salt: _Optional[str] = ..., handoff_out: _Optional[bool] = ..., handoff_in: _Optional[_Union[KvCommit, _Mapping]] = ..., traceparent: _Optional[str] = ..., tenant: _Optional[str] = ..., handoff_peer: _Optional[_Union[HandoffPeer, _Mapping]] = ...) -> None: ...
 
 class SubmitResponse(_message.Message):
     __slots__ = ("load",)
@@ -200,18 +234,20 @@ class WorkerFrame(_message.Message):
     def __init__(self, sequence: _Optional[int] = ..., incarnation: _Optional[str] = ..., request_ids: _Optional[_Iterable[str]] = ..., epochs: _Optional[_Iterable[int]] = ..., first_positions: _Optional[_Iterable[int]] = ..., token_counts: _Optional[_Iterable[int]] = ..., token_ids: _Optional[_Iterable[int]] = ..., finish_reasons: _Optional[_Iterable[_Union[_common_pb2.FinishReason, str]]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., num_cached_tokens: _Optional[_Iterable[int]] = ..., extras: _Optional[_Iterable[_Union[EntryExtra, _Mapping]]] = ..., load: _Optional[_Union[WorkerLoad, _Mapping]] = ..., gap: _Optional[bool] = ...) -> None: ...
 
 class EntryExtra(_message.Message):
-    __slots__ = ("entry", "logprobs", "prompt_logprobs", "commit", "error")
+    __slots__ = ("entry", "logprobs", "prompt_logprobs", "commit", "error", "handoff_failed")
     ENTRY_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     COMMIT_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
+    HANDOFF_FAILED_FIELD_NUMBER: _ClassVar[int]
     entry: int
     logprobs: _common_pb2.PackedLogprobs
     prompt_logprobs: _common_pb2.PackedLogprobs
     commit: KvCommit
     error: str
-    def __init__(self, entry: _Optional[int] = ..., logprobs: _Optional[_Union[_common_pb2.PackedLogprobs, _Mapping]] = ..., prompt_logprobs: _Optional[_Union[_common_pb2.PackedLogprobs, _Mapping]] = ..., commit: _Optional[_Union[KvCommit, _Mapping]] = ..., error: _Optional[str] = ...) -> None: ...
+    handoff_failed: str
+    def __init__(self, entry: _Optional[int] = ..., logprobs: _Optional[_Union[_common_pb2.PackedLogprobs, _Mapping]] = ..., prompt_logprobs: _Optional[_Union[_common_pb2.PackedLogprobs, _Mapping]] = ..., commit: _Optional[_Union[KvCommit, _Mapping]] = ..., error: _Optional[str] = ..., handoff_failed: _Optional[str] = ...) -> None: ...
 
 class DrainRequest(_message.Message):
     __slots__ = ("deadline_ms",)

@@ -55,6 +55,11 @@ class WorkerStub:
                 request_serializer=diptych_dot_proto_dot_worker__pb2.DrainRequest.SerializeToString,
                 response_deserializer=diptych_dot_proto_dot_worker__pb2.DrainResponse.FromString,
                 _registered_method=True)
+        self.Handoff = channel.stream_stream(
+                '/diptych.v1.Worker/Handoff',
+                request_serializer=diptych_dot_proto_dot_worker__pb2.HandoffFrame.SerializeToString,
+                response_deserializer=diptych_dot_proto_dot_worker__pb2.HandoffFrame.FromString,
+                _registered_method=True)
 
 
 class WorkerServicer:
@@ -94,6 +99,15 @@ class WorkerServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Handoff(self, request_iterator, context):
+        """Control messages of hand-offs between a decode worker, which calls, and a prefill worker: one
+        stream per pair. The first frame of each side is its hello; later ones pass between the two
+        engines unread. Frames may be dropped: the engines repeat what was not confirmed.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_WorkerServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -116,6 +130,11 @@ def add_WorkerServicer_to_server(servicer, server):
                     servicer.Drain,
                     request_deserializer=diptych_dot_proto_dot_worker__pb2.DrainRequest.FromString,
                     response_serializer=diptych_dot_proto_dot_worker__pb2.DrainResponse.SerializeToString,
+            ),
+            'Handoff': grpc.stream_stream_rpc_method_handler(
+                    servicer.Handoff,
+                    request_deserializer=diptych_dot_proto_dot_worker__pb2.HandoffFrame.FromString,
+                    response_serializer=diptych_dot_proto_dot_worker__pb2.HandoffFrame.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -227,6 +246,33 @@ class Worker:
             '/diptych.v1.Worker/Drain',
             diptych_dot_proto_dot_worker__pb2.DrainRequest.SerializeToString,
             diptych_dot_proto_dot_worker__pb2.DrainResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Handoff(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/diptych.v1.Worker/Handoff',
+            diptych_dot_proto_dot_worker__pb2.HandoffFrame.SerializeToString,
+            diptych_dot_proto_dot_worker__pb2.HandoffFrame.FromString,
             options,
             channel_credentials,
             insecure,

@@ -19,6 +19,8 @@ from diptych.engine.request import KVCommit, KVTransferParams
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from diptych.engine.control_port import ControlPort
+
 
 class RequestView(Protocol):
     """What a connector may read of a scheduler's request."""
@@ -171,6 +173,15 @@ class KVConnectorScheduler(ABC):
     def update_connector_output(self, output: KVConnectorOutput) -> None:
         """What the worker half finished and measured."""
         return
+
+    @property
+    def handoff_cards(self) -> bytes:
+        """How peers can read this engine's pool (`peer_reads.encode_cards`); empty: they cannot."""
+        return b""
+
+    def attach_control(self, port: ControlPort) -> None:
+        """Take over the way to the engines of peers; one that speaks to none closes it."""
+        port.close()
 
     def shutdown(self) -> None:
         """Stop threads and drop connections. Idempotent."""

@@ -11,6 +11,7 @@ import logging
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -20,6 +21,9 @@ from diptych.engine.request import EngineCoreOutputs, EngineCoreRequest, Schedul
 from diptych.engine.scheduler import Scheduler
 from diptych.engine.step import Executor, ModelRunnerOutput, SchedulerOutput, StepHandle
 from diptych.errors import EngineDeadError
+
+if TYPE_CHECKING:
+    from diptych.engine.control_port import ControlPort
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +45,8 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     block_size: int
     max_num_seqs: int
     max_num_queued_reqs: int
+    # how its KV pool can be read by peers (`connectors.peer_reads.encode_cards`); empty: it cannot
+    handoff_cards: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +97,7 @@ class EngineCore:
             block_size=executor.kv_layout.block_size,
             max_num_seqs=self._scheduler.max_num_seqs,
             max_num_queued_reqs=config.max_num_queued_reqs,
+            handoff_cards=connector.handoff_cards if connector is not None else b"",
         )
 
     @property
@@ -108,6 +115,13 @@ class EngineCore:
     @property
     def stats(self) -> SchedulerStats:
         return self._scheduler.stats
+
+    def attach_control(self, port: ControlPort) -> None:
+        """Give the connector its way to peers; one that has none closes it."""
+        if self._connector is None:
+            port.close()
+        else:
+            self._connector.attach_control(port)
 
     def add_request(self, request: EngineCoreRequest) -> None:
         """Queue a request.

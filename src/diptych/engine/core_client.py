@@ -15,6 +15,8 @@ from pathlib import Path
 import diptych
 from diptych import errors
 from diptych.config import EngineConfig
+from diptych.engine.control_client import ControlClient
+from diptych.engine.control_messages import FromControl, ToControl
 from diptych.engine.core import EngineInfo
 from diptych.engine.core_messages import (
     PREFIX_BYTES,
@@ -56,6 +58,7 @@ class EngineCoreClient:
         self._closing = False
         self._live: set[str] = set()
         self._queue: asyncio.Queue[EngineCoreOutputs | None] = asyncio.Queue(MAX_QUEUED_OUTPUTS)
+        self._control = ControlClient()
         self.stats = SchedulerStats()
 
     @property
@@ -130,6 +133,15 @@ class EngineCoreClient:
         if self._death is not None:
             raise self._death
 
+    def send_control(self, message: ToControl) -> None:
+        """Pass a control message, or news of a peer, on to the engine: at once, beside the steps,
+        without a promise. Engines repeat what gets lost."""
+        self._control.send(message)
+
+    def controls(self) -> AsyncIterator[FromControl]:
+        """What the engine says to its peers and of them, until it is closed. For one reader."""
+        return self._control.messages()
+
     async def close(self, *, timeout_s: float = 10.0) -> None:
         """Stop the process, by force after `timeout_s`. Idempotent."""
         self._closing = True
@@ -142,13 +154,15 @@ class EngineCoreClient:
             self._writer.close()
             with contextlib.suppress(OSError):
                 await self._writer.wait_closed()
+        await self._control.close()
         self._end_outputs()
 
     # --- the process
 
     async def _launch(self, config: EngineConfig) -> None:
         ours, theirs = socket.socketpair()
-        with theirs:
+        our_control, their_control = socket.socketpair()
+        with theirs, their_control:
             try:
                 self._process = await asyncio.create_subprocess_exec(
                     sys.executable,
@@ -156,14 +170,18 @@ class EngineCoreClient:
                     "diptych.engine.core_proc",
                     "--fd",
                     str(theirs.fileno()),
-                    pass_fds=(theirs.fileno(),),
+                    "--control-fd",
+                    str(their_control.fileno()),
+                    pass_fds=(theirs.fileno(), their_control.fileno()),
                     stdin=asyncio.subprocess.DEVNULL,
                     start_new_session=True,
                     env=_environment(config),
                 )
             except BaseException:
                 ours.close()
+                our_control.close()
                 raise
+        await self._control.open(our_control)
         reader, self._writer = await asyncio.open_unix_connection(sock=ours)
         await self._send_frame(Start(config, self._factory))
         self._info = await self._wait_until_ready(reader)

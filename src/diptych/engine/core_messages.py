@@ -72,7 +72,15 @@ def encode_frame(message: ToEngine | FromEngine) -> bytes:
     Raises:
         EngineError: the message is too long.
     """
-    body = _encoder.encode(message)
+    return pack_frame(_encoder.encode(message))
+
+
+def pack_frame(body: bytes) -> bytes:
+    """Length and body.
+
+    Raises:
+        EngineError: it is too long.
+    """
     if len(body) > MAX_FRAME_BYTES:
         raise EngineError(f"a frame of {len(body)} bytes is over the limit of {MAX_FRAME_BYTES}")
     return _PREFIX.pack(len(body)) + body

@@ -17,6 +17,7 @@ import socket
 import sys
 from typing import cast
 
+from diptych.engine.control_port import ControlPort
 from diptych.engine.core import EngineCore, EngineState
 from diptych.engine.core_channel import CoreChannel
 from diptych.engine.core_messages import Abort, Failed, Ready, Start, Step, Stop, Submit, ToEngine
@@ -85,22 +86,29 @@ def main() -> int:
     """Exit status 0 after a stop or the end of the peer, 1 after a failure."""
     parser = argparse.ArgumentParser(description="The engine process of a worker.")
     parser.add_argument("--fd", type=int, required=True, help="connected unix socket")
+    parser.add_argument("--control-fd", type=int, help="another one, for control messages")
+    args = parser.parse_args()
     _follow_parent()
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     _configure_logging()
-    channel = CoreChannel(socket.socket(fileno=parser.parse_args().fd))
+    channel = CoreChannel(socket.socket(fileno=args.fd))
+    control = None
+    if args.control_fd is not None:
+        control = ControlPort(socket.socket(fileno=args.control_fd))
     try:
-        return _serve(channel)
+        return _serve(channel, control)
     except EOFError:
         return 0
     finally:
         channel.close()
 
 
-def _serve(channel: CoreChannel) -> int:
+def _serve(channel: CoreChannel, control: ControlPort | None) -> int:
     core = _build(channel)
     if core is None:
         return 1
+    if control is not None:
+        core.attach_control(control)
     # what is loaded stays: collections during steps need not walk through it
     gc.collect()
     gc.freeze()

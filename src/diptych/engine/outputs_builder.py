@@ -50,6 +50,11 @@ class OutputsBuilder:
         if error is not None:
             self._errors[entry] = error
 
+    def add_handoff_failure(self, request: SchedulerRequest, why: str) -> None:
+        """The request's KV did not arrive: another attempt may follow, this one has ended."""
+        self._handoff_failures[len(self._entries)] = why
+        self.add_end(request)
+
     def add_commit(self, request: SchedulerRequest, commit: KVCommit) -> None:
         """The request's KV has been handed over: its last entry here."""
         position = request.num_output_tokens
@@ -73,6 +78,7 @@ class OutputsBuilder:
             prompt_logprobs=self._prompt_logprobs,
             commits=self._commits,
             errors=self._errors,
+            handoff_failures=self._handoff_failures,
             stats=stats,
         )
         self._clear()
@@ -107,3 +113,4 @@ class OutputsBuilder:
         self._prompt_logprobs: dict[int, TokenLogprobs] = {}
         self._commits: dict[int, KVCommit] = {}
         self._errors: dict[int, str] = {}
+        self._handoff_failures: dict[int, str] = {}

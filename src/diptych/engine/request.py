@@ -13,6 +13,7 @@ import msgspec
 from diptych.sampling_params import SamplingParams
 
 MAX_CACHE_SALT_CHARS = 1024
+DEFAULT_TTL_S = 30.0
 
 
 class FinishReason(enum.IntEnum):
@@ -49,16 +50,34 @@ class KVCommit(msgspec.Struct, frozen=True, kw_only=True):
     num_cached_tokens: int = 0
 
 
+class HandoffPeer(msgspec.Struct, frozen=True, kw_only=True):
+    """The worker at the other end of a hand-off; engines know it by its incarnation."""
+
+    worker_id: str
+    incarnation: str
+    address: str = ""
+
+
 class KVTransferParams(msgspec.Struct, frozen=True, kw_only=True):
     """The hand-off part of a request: at most one of the two sides.
 
     `do_remote_decode`: sample token 1, hand the prompt's KV over, finish.
     `commit`: the prompt's KV lies there; it is loaded, what fails to load is recomputed.
+    `peer`: the KV goes straight from worker to worker. With `do_remote_decode` it is the one that
+    reads; alone, the one that is read: the request waits for its announcements, and ends with an
+    entry of `handoff_failures` where the KV does not arrive within `ttl_s` or later deadlines.
     """
 
     epoch: int = 1
     do_remote_decode: bool = False
     commit: KVCommit | None = None
+    peer: HandoffPeer | None = None
+    ttl_s: float = DEFAULT_TTL_S
+
+    @property
+    def reads_peer(self) -> bool:
+        """Whether the prompt's KV is read from a peer while or after that computes it."""
+        return self.peer is not None and not self.do_remote_decode
 
 
 class EngineCoreRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -137,7 +156,10 @@ class EngineCoreOutputs(msgspec.Struct, frozen=True, kw_only=True):
     `first_positions[i]` is the position in the output (0 is token 1) of the entry's first token;
     its tokens are the next `token_counts[i]` of `token_ids`. An entry may have no token (a commit,
     an abort, an error). A request's last entry has a finish reason or a commit. `commits`,
-    `logprobs`, `prompt_logprobs`, `errors` are keyed by entry.
+    `logprobs`, `prompt_logprobs`, `errors`, `handoff_failures` are keyed by entry. An entry of
+    `handoff_failures` ends an attempt (with ERROR) whose KV did not arrive; no token was sampled.
+    A direct hand-off's commit names no objects and the connector that read: it comes once the
+    reader has all, or (with `num_tokens` 0) has given up or never came.
     """
 
     request_ids: list[str] = []
@@ -151,4 +173,5 @@ class EngineCoreOutputs(msgspec.Struct, frozen=True, kw_only=True):
     prompt_logprobs: dict[int, TokenLogprobs] = {}
     commits: dict[int, KVCommit] = {}
     errors: dict[int, str] = {}
+    handoff_failures: dict[int, str] = {}
     stats: SchedulerStats = SchedulerStats()

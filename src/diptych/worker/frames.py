@@ -77,6 +77,8 @@ def _append(
         extra.commit.CopyFrom(commit_to_proto(outputs.commits[entry]))
     if entry in outputs.errors:
         extra.error = outputs.errors[entry]
+    if entry in outputs.handoff_failures:
+        extra.handoff_failed = outputs.handoff_failures[entry]
     if len(extra.ListFields()) > (1 if index else 0):
         frame.extras.append(extra)
 

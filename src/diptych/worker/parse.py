@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from diptych.engine.request import MAX_CACHE_SALT_CHARS, EngineCoreRequest, KVTransferParams
+from diptych.engine.request import (
+    DEFAULT_TTL_S,
+    MAX_CACHE_SALT_CHARS,
+    EngineCoreRequest,
+    HandoffPeer,
+    KVTransferParams,
+)
 from diptych.errors import ContextLengthError, InvalidRequestError
 from diptych.proto import worker_pb2
 from diptych.sampling_params import SamplingParams
@@ -90,9 +96,29 @@ def _transfer(message: worker_pb2.SubmitRequest) -> KVTransferParams | None:
         raise InvalidRequestError(
             "a request hands KV over or takes it, not both", param="handoff_in"
         )
+    if message.HasField("handoff_peer"):
+        return _direct(message)
     if message.handoff_out:
         return KVTransferParams(epoch=message.ticket.epoch, do_remote_decode=True)
     if message.HasField("handoff_in"):
         commit = commit_from_proto(message.handoff_in)
         return KVTransferParams(epoch=message.ticket.epoch, commit=commit)
     return None
+
+
+def _direct(message: worker_pb2.SubmitRequest) -> KVTransferParams:
+    if message.HasField("handoff_in"):
+        raise InvalidRequestError(
+            "a request reads its KV from a peer or loads it, not both", param="handoff_peer"
+        )
+    peer, ticket = message.handoff_peer, message.ticket
+    if not peer.incarnation:
+        raise InvalidRequestError("the peer has no incarnation", param="handoff_peer")
+    return KVTransferParams(
+        epoch=ticket.epoch,
+        do_remote_decode=message.handoff_out,
+        peer=HandoffPeer(
+            worker_id=peer.worker_id, incarnation=peer.incarnation, address=peer.address
+        ),
+        ttl_s=ticket.ttl_ms / 1e3 or DEFAULT_TTL_S,
+    )
