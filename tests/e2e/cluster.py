@@ -119,10 +119,10 @@ class Cluster:
         self._directory = directory
         self.services: list[ServiceProcess] = []
 
-    def kvstore(self) -> tuple[ServiceProcess, str]:
+    def kvstore(self, **settings: Any) -> tuple[ServiceProcess, str]:
         """A store node and its address."""
         port = free_port()
-        section = {"port": port, "stream_port": free_port(), "pool_bytes": 64 << 20}
+        section = {"port": port, "stream_port": free_port(), "pool_bytes": 64 << 20, **settings}
         return self._start("kvstore", {"kvstore": section}), f"127.0.0.1:{port}"
 
     def worker(
