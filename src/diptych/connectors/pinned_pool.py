@@ -65,8 +65,12 @@ class PinnedPools:
         return pool
 
     def _register(self, pool: _Pool) -> None:
-        with torch.cuda.device(self._device):
-            code = int(_cudart().cudaHostRegister(pool.start, pool.view.nbytes, 0))
+        try:
+            with torch.cuda.device(self._device):
+                code = int(_cudart().cudaHostRegister(pool.start, pool.view.nbytes, 0))
+        except Exception:
+            logger.exception("a store's pool cannot be pinned: slower copies")
+            return
         with self._lock:
             if code:
                 logger.warning("a store's pool cannot be pinned (error %d): slower copies", code)

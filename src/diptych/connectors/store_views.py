@@ -20,10 +20,9 @@ from diptych.proto import kvstore_pb2 as pb
 class Leased:
     """What was found: `views[i]` is None for a key that is not there; read-only."""
 
-    def __init__(self, session: StoreSession, found: Sequence[pb.GetResult]) -> None:
-        mover = session.mover
-        if not isinstance(mover, MappedMover):
-            raise TransferError("the store's pool is not mapped here: its objects must be copied")
+    def __init__(
+        self, session: StoreSession, mover: MappedMover, found: Sequence[pb.GetResult]
+    ) -> None:
         self._session = session
         self.lease_ids = [f.lease_id for f in found if f.status == pb.ITEM_STATUS_OK]
         self.checksums = [f.checksum for f in found]
@@ -52,10 +51,15 @@ def leased(client: StoreClient, keys: Sequence[bytes], timeout_s: float = 5.0) -
     """
     until = time.monotonic() + timeout_s
 
-    def find(session: StoreSession) -> Leased:
-        return Leased(session, session.ask_get(keys, until).answer.result().results)
+    def find(session: StoreSession) -> tuple[Leased | None]:
+        if not isinstance(session.mover, MappedMover):
+            return (None,)
+        answer = session.ask_get(keys, until).answer.result()
+        return (Leased(session, session.mover, answer.results),)
 
-    found = client.attempt(find, timeout_s)
+    [found] = client.attempt(find, timeout_s)
+    if found is None:
+        raise TransferError("the store's pool is not mapped here: its objects must be copied")
     try:
         yield found
     finally:
