@@ -1,20 +1,22 @@
 """Where one request is: who computes it and what the client has. Pure: no time and no I/O.
 
 A request is a chain of *attempts*, each with its own epoch: prefill with hand-off, decode on handed
-KV, or one worker alone. Whatever a worker says under another epoch than the current one is dropped.
-Positions are released in order, each once, so that an attempt may repeat or resume freely.
+KV, one worker alone, or a *pair*: prefill and decode at once, decode reading prefill's memory.
+Whatever a worker says under another epoch than the current one is dropped. Positions are released
+in order, each once, so that an attempt may repeat or resume freely.
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from diptych.engine.request import FinishReason, KVCommit, TokenLogprobs
 
 MAX_FAILURES = 5
+MAX_PAIR_FAILURES = 2
 
 
 class Role(enum.IntEnum):
@@ -40,6 +42,8 @@ class Stage(enum.Enum):
     """Continue on handed KV."""
     WHOLE = "whole"
     """Do all that is left on one worker."""
+    PAIR = "pair"
+    """Prefill and decode at once: decode reads the KV from prefill as it is computed."""
 
 
 class RoutableWorker(Protocol):
@@ -53,15 +57,44 @@ class RoutableWorker(Protocol):
     def kv_namespace(self) -> str: ...
 
 
+class HandoffWays(Protocol):
+    """How KV may get from a prefill to a decode worker."""
+
+    @property
+    def through_store(self) -> bool:
+        """Whether prefill may leave it for whichever decode worker is chosen later."""
+        ...
+
+    def direct(self, prefill: RoutableWorker, decode: RoutableWorker) -> bool:
+        """Whether this decode worker can read this prefill worker's memory."""
+        ...
+
+
+class StoreOnly:
+    """Every hand-off goes through the store."""
+
+    through_store = True
+
+    def direct(self, prefill: RoutableWorker, decode: RoutableWorker) -> bool:
+        return False
+
+
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """One submission of a request to one worker."""
+    """One submission of a request to one worker; of a pair, to `worker_key` as prefill and to
+    `decode_key`."""
 
     worker_key: str
     stage: Stage
     epoch: int
     output_token_ids: tuple[int, ...]
     commit: KVCommit | None
+    decode_key: str | None = None
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """The workers it runs on."""
+        return (self.worker_key,) if self.decode_key is None else (self.worker_key, self.decode_key)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,6 +119,8 @@ class Outcome(enum.Enum):
     CONTINUE = "continue"
     STALE = "stale"
     HANDED_OVER = "handed over"
+    TAKEN_OVER = "taken over"
+    """The decode worker of a pair goes on by itself: prefill's part is over."""
     FINISHED = "finished"
     LOST = "lost"
 
@@ -113,9 +148,12 @@ class Step(NamedTuple):
 class RequestRoute:
     """The state of one request between attempts and within one."""
 
-    def __init__(self, max_tokens: int, max_failures: int = MAX_FAILURES) -> None:
+    def __init__(
+        self, max_tokens: int, max_failures: int = MAX_FAILURES, ways: HandoffWays | None = None
+    ) -> None:
         self._max_tokens = max_tokens
         self._failures_left = max_failures
+        self._ways = ways or StoreOnly()
         self._epoch = 0
         self._attempt: Attempt | None = None
         self._tokens: list[int] = []
@@ -125,6 +163,9 @@ class RequestRoute:
         self._num_cached_tokens = 0
         self._prompt_logprobs_sent = False
         self._excluded: set[str] = set()
+        self._failed_pairs: set[tuple[str, ...]] = set()
+        self._early: dict[int, Entry] = {}
+        self._taken_over = False
         self._reason = "no worker took the request"
 
     @property
@@ -143,6 +184,16 @@ class RequestRoute:
         return self._epoch > 0
 
     @property
+    def awaits_handoff(self) -> bool:
+        """Whether token 1 is out and the next must come from another worker."""
+        attempt = self._attempt
+        if attempt is None or not self._tokens:
+            return False
+        return attempt.stage is Stage.PREFILL or (
+            attempt.stage is Stage.PAIR and not self._taken_over
+        )
+
+    @property
     def exhausted(self) -> bool:
         """Whether no further attempt is allowed."""
         return self._failures_left < 0
@@ -153,39 +204,71 @@ class RequestRoute:
         return self._reason
 
     def options(self, workers: Iterable[RoutableWorker]) -> dict[str, Stage]:
-        """Workers that may take the next attempt, by key, with what each would do."""
-        keys: dict[Role, list[str]] = {role: [] for role in Role}
-        for worker in workers:
-            if worker.key not in self._excluded:
-                keys[worker.role].append(worker.key)
-        prefill, decode, both = keys[Role.PREFILL], keys[Role.DECODE], keys[Role.AGGREGATED]
+        """Workers that may take the next attempt, by key, with what each would do. One that would
+        be the prefill of a pair has `partners`."""
+        workers = list(workers)
+        prefill, decode, both = (
+            [w for w in workers if w.role is role and w.key not in self._excluded]
+            for role in (Role.PREFILL, Role.DECODE, Role.AGGREGATED)
+        )
         if self._commit is not None and decode:
-            return dict.fromkeys(decode, Stage.DECODE)
-        if not self._tokens and ((prefill and decode) or both):
-            split = prefill if decode else []
-            return dict.fromkeys(split, Stage.PREFILL) | dict.fromkeys(both, Stage.WHOLE)
-        return dict.fromkeys(both or decode or prefill, Stage.WHOLE)
+            return {worker.key: Stage.DECODE for worker in decode}
+        split: dict[str, Stage] = {}
+        if not self._tokens and decode:
+            paired = [w for w in prefill if self.partners(decode, w)]
+            split = {worker.key: Stage.PAIR for worker in paired}
+            if not paired and self._ways.through_store:
+                split = {worker.key: Stage.PREFILL for worker in prefill}
+        alone = both if split else both or decode or prefill
+        return split | {worker.key: Stage.WHOLE for worker in alone}
 
-    def begin(self, worker: RoutableWorker, stage: Stage) -> Attempt:
-        """Start the next attempt, under a new epoch, on a worker that `options` gave."""
+    def partners(
+        self, workers: Iterable[RoutableWorker], prefill: RoutableWorker
+    ) -> dict[str, Stage]:
+        """Decode workers that may make a pair with `prefill`, in the form of `options`."""
+        if len(self._failed_pairs) >= MAX_PAIR_FAILURES:
+            return {}
+        return {
+            worker.key: Stage.DECODE
+            for worker in workers
+            if worker.role is Role.DECODE
+            and worker.key not in self._excluded
+            and worker.kv_namespace == prefill.kv_namespace
+            and (prefill.key, worker.key) not in self._failed_pairs
+            and self._ways.direct(prefill, worker)
+        }
+
+    def begin(
+        self, worker: RoutableWorker, stage: Stage, partner: RoutableWorker | None = None
+    ) -> Attempt:
+        """Start the next attempt, under a new epoch, on a worker that `options` gave; a pair with a
+        partner that `partners` gave."""
         self._epoch += 1
         commit = self._commit if stage is Stage.DECODE else None
         if commit is not None and worker.kv_namespace != self._commit_namespace:
             commit = None
         self._namespace = worker.kv_namespace
+        self._early.clear()
+        self._taken_over = False
         self._attempt = Attempt(
             worker_key=worker.key,
             stage=stage,
             epoch=self._epoch,
             output_token_ids=tuple(self._tokens),
             commit=commit,
+            decode_key=None if partner is None else partner.key,
         )
         return self._attempt
 
-    def fail(self, reason: str) -> None:
-        """The current attempt came to nothing: its worker is left out of the next one."""
-        if self._attempt is not None:
-            self._excluded.add(self._attempt.worker_key)
+    def fail(self, reason: str, worker_key: str | None = None) -> None:
+        """The current attempt came to nothing. Its worker is left out of the next one; of a pair
+        the one that is named, and in any case the two are no pair again."""
+        attempt = self._attempt
+        if attempt is not None:
+            if attempt.stage is Stage.PAIR:
+                self._failed_pairs.add(attempt.keys)
+            self._excluded.update((attempt.worker_key,) if attempt.decode_key is None else ())
+            self._excluded.update(() if worker_key is None else (worker_key,))
         self._attempt = None
         self._failures_left -= 1
         self._reason = reason
@@ -194,29 +277,63 @@ class RequestRoute:
         """Let workers that failed before take part again."""
         self._excluded.clear()
 
+    def on_lost(self, worker_key: str, reason: str) -> bool:
+        """A worker will say no more; whether the attempt is lost by that. The prefill of a pair is
+        not missed once decode has taken over."""
+        attempt = self._attempt
+        if attempt is None or worker_key not in attempt.keys:
+            return False
+        if self._is_over(attempt, worker_key):
+            return False
+        self.fail(reason, worker_key)
+        return True
+
+    def steps(self, worker_key: str, entry: Entry) -> Iterator[Step]:
+        """`on_entry`, and what becomes possible by it of what was said early."""
+        yield self.on_entry(worker_key, entry)
+        while (attempt := self._attempt) is not None and attempt.decode_key is not None:
+            ready = [position for position in self._early if position <= len(self._tokens)]
+            if not ready:
+                return
+            yield self.on_entry(attempt.decode_key, self._early.pop(min(ready)))
+
     def on_entry(self, worker_key: str, entry: Entry) -> Step:
         """Take what a worker says; the outcome tells whether the attempt goes on."""
         attempt = self._attempt
-        if attempt is None or attempt.worker_key != worker_key or attempt.epoch != entry.epoch:
+        if attempt is None or worker_key not in attempt.keys or attempt.epoch != entry.epoch:
             return Step(Outcome.STALE, None)
-        if entry.first_position > len(self._tokens) and entry.token_ids:
-            self.fail(f"tokens before position {entry.first_position} are missing")
-            return Step(Outcome.LOST, None)
+        if self._is_over(attempt, worker_key):
+            return Step(Outcome.STALE, None)
         if entry.error is not None or entry.finish_reason in _NO_ANSWER:
             self.fail(entry.error or "the worker aborted the request")
             return Step(Outcome.LOST, None)
-        outcome = self._outcome(attempt, entry)
+        if entry.first_position > len(self._tokens):
+            if worker_key == attempt.decode_key and len(self._early) <= self._max_tokens:
+                # prefill's token 1 is still on its way
+                self._early[entry.first_position] = entry
+                return Step(Outcome.CONTINUE, None)
+            if entry.token_ids:
+                self.fail(f"tokens before position {entry.first_position} are missing")
+                return Step(Outcome.LOST, None)
+        outcome = self._outcome(attempt, worker_key, entry)
         released = self._release(attempt, entry, ends=outcome is Outcome.FINISHED)
         if outcome in (Outcome.FINISHED, Outcome.HANDED_OVER):
             self._attempt = None
         return Step(outcome, released)
 
-    def _outcome(self, attempt: Attempt, entry: Entry) -> Outcome:
+    def _is_over(self, attempt: Attempt, worker_key: str) -> bool:
+        """Whether this is the prefill of a pair whose decode goes on by itself."""
+        return self._taken_over and worker_key == attempt.worker_key
+
+    def _outcome(self, attempt: Attempt, worker_key: str, entry: Entry) -> Outcome:
+        hands_over = attempt.stage is Stage.PREFILL or (
+            attempt.stage is Stage.PAIR and worker_key == attempt.worker_key
+        )
         num_tokens = max(len(self._tokens), entry.first_position + len(entry.token_ids))
         ends = entry.finish_reason is FinishReason.STOP or (
             entry.finish_reason is FinishReason.LENGTH
             # a prefill worker that stops to hand over is not at the request's limit
-            and (attempt.stage is not Stage.PREFILL or num_tokens >= self._max_tokens)
+            and (not hands_over or num_tokens >= self._max_tokens)
         )
         if ends:
             return Outcome.FINISHED
@@ -225,6 +342,9 @@ class RequestRoute:
                 self._commit, self._commit_namespace = entry.commit, self._namespace
             if self._commit is not None and num_tokens:
                 return Outcome.HANDED_OVER
+        if worker_key == attempt.decode_key and entry.token_ids and not self._taken_over:
+            self._taken_over = True
+            return Outcome.TAKEN_OVER
         return Outcome.CONTINUE
 
     def _count_cached(self, attempt: Attempt, entry: Entry) -> None:
