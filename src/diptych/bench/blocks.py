@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from diptych.bench.hardware import add_hardware_arguments, roofline_of
 from diptych.bench.measure import LONG, Measure
@@ -17,8 +17,10 @@ from diptych.bench.points import Point, parse_points
 from diptych.bench.worn_pool import runs_of_prompt
 from diptych.connectors.base import KVLayout
 from diptych.engine.kv_cache import block_bytes
-from diptych.engine.llm import LLM
 from diptych.models.config import ModelConfig
+
+if TYPE_CHECKING:
+    from diptych.engine.llm import LLM
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import argparse
+from typing import TYPE_CHECKING
 
 from diptych.bench.roofline import Hardware, Roofline
-from diptych.engine.llm import LLM
+
+if TYPE_CHECKING:
+    from diptych.engine.llm import LLM
 
 
 def add_hardware_arguments(parser: argparse.ArgumentParser) -> None:

@@ -9,14 +9,17 @@ from __future__ import annotations
 import random
 import statistics
 import time
+from typing import TYPE_CHECKING
 
 from diptych.bench.ladder_record import DecodeRow, TimeRow
 from diptych.bench.offline import random_prompts
 from diptych.bench.points import Point
 from diptych.bench.roofline import Roofline
-from diptych.engine.llm import LLM
 from diptych.inputs import TokensPrompt
 from diptych.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from diptych.engine.llm import LLM
 
 SHORT, LONG = 16, 144
 ROUNDS = 2

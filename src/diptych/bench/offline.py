@@ -13,15 +13,17 @@ import random
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from diptych.bench.report import environment, write_result
 from diptych.config import EngineConfig
 from diptych.config_sources import build
-from diptych.engine.llm import LLM
 from diptych.errors import ConfigError
 from diptych.inputs import TokensPrompt
 from diptych.models.fetch import resolve_model
+
+if TYPE_CHECKING:
+    from diptych.engine.llm import LLM
 
 SHAPE_PREFIX = "shape:"
 _ENGINE_DEST = "engine."
@@ -104,6 +106,9 @@ def engine_arguments(args: argparse.Namespace, **changes: Any) -> dict[str, Any]
 
 def make_llm(args: argparse.Namespace, **changes: Any) -> LLM:
     """The engine that the flags describe; `changes` come before them."""
+    # here, so that torch comes first where start-up is measured
+    from diptych.engine.llm import LLM
+
     directory = model_directory(args)
     skip = not (directory / "tokenizer.json").exists()
     return LLM(str(directory), skip_tokenizer_init=skip, **engine_arguments(args, **changes))

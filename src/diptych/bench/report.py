@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import os
 import platform
@@ -64,6 +63,8 @@ def environment(device: str = "cpu") -> dict[str, Any]:
 
 
 def _package_versions() -> dict[str, str | None]:
+    import importlib.metadata  # takes its time, which start-up would be charged with
+
     versions: dict[str, str | None] = {}
     for package in PACKAGES:
         try:

@@ -14,13 +14,21 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from importlib import import_module
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from diptych.bench import peer_vllm
 from diptych.bench.offline import add_engine_arguments, make_llm, model_directory, report, say
-from diptych.engine.llm import LLM
+
+if TYPE_CHECKING:
+    from diptych.engine.llm import LLM
 
 # what the engine's process imports beside torch
-_MODULES = ("diptych.engine.core", "diptych.engine.executor", "diptych.connectors.factory")
+_MODULES = (
+    "diptych.engine.llm",
+    "diptych.engine.core",
+    "diptych.engine.executor",
+    "diptych.connectors.factory",
+)
 _GPU_MODULES = ("diptych.kernels.triton_ops",)
 
 

@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from diptych.bench import peer_vllm
 from diptych.bench.hardware import add_hardware_arguments, roofline_of, variant
@@ -21,9 +21,11 @@ from diptych.bench.offline import (
     say,
 )
 from diptych.bench.roofline import Roofline
-from diptych.engine.llm import LLM
 from diptych.errors import ConfigError
 from diptych.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from diptych.engine.llm import LLM
 
 DEFAULT_OUTPUT_LEN = 128
 MIN_LEN, MAX_PROMPT_LEN, MAX_TOTAL_LEN = 4, 1024, 2048
