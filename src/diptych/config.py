@@ -77,7 +77,9 @@ class EngineConfig:
     num_kv_blocks: int | None = _flag(None, "KV blocks; sized by the budget if absent")
     gpu_memory_utilization: float = _flag(0.9, "share of GPU memory that the engine may use")
     cpu_kv_cache_bytes: int = _flag(512 * MIB, "KV cache budget on a CPU")
-    max_num_batched_tokens: int | None = _flag(None, "tokens per step; 2048 on CPUs, 8192 on GPUs")
+    max_num_batched_tokens: int | None = _flag(
+        None, "tokens per step; 2048 on CPUs, 64 for each multiprocessor of a GPU (H200: 8448)"
+    )
     max_num_seqs: int | None = _flag(
         None, "requests per step; 64 on CPUs, 256 on GPUs, 1024 on those of 70 GiB or more"
     )
