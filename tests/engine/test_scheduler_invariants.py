@@ -28,6 +28,7 @@ engines = st.fixed_dictionaries(
     {
         "num_blocks": st.integers(3, 9),
         "max_num_batched_tokens": st.integers(4, 64),
+        "reserve_output": st.booleans(),
         "max_num_seqs": st.integers(1, 4),
         "long_prefill_token_threshold": st.sampled_from([0, 5, 16]),
         "scheduling_policy": st.sampled_from(["fcfs", "priority"]),
