@@ -44,7 +44,7 @@ class GetInfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class WorkerInfo(_message.Message):
-    __slots__ = ("worker_id", "incarnation", "role", "model", "kv_namespace", "protocol_version", "max_model_len", "load", "draining", "address")
+    __slots__ = ("worker_id", "incarnation", "role", "model", "kv_namespace", "protocol_version", "max_model_len", "load", "draining", "address", "direct", "handoff_links")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
@@ -55,6 +55,8 @@ class WorkerInfo(_message.Message):
     LOAD_FIELD_NUMBER: _ClassVar[int]
     DRAINING_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    DIRECT_FIELD_NUMBER: _ClassVar[int]
+    HANDOFF_LINKS_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     incarnation: str
     role: _common_pb2.Role
@@ -65,7 +67,19 @@ class WorkerInfo(_message.Message):
     load: WorkerLoad
     draining: bool
     address: str
-    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., role: _Optional[_Union[_common_pb2.Role, str]] = ..., model: _Optional[str] = ..., kv_namespace: _Optional[str] = ..., protocol_version: _Optional[int] = ..., max_model_len: _Optional[int] = ..., load: _Optional[_Union[WorkerLoad, _Mapping]] = ..., draining: _Optional[bool] = ..., address: _Optional[str] = ...) -> None: ...
+    direct: bool
+    handoff_links: _containers.RepeatedCompositeFieldContainer[HandoffLink]
+    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., role: _Optional[_Union[_common_pb2.Role, str]] = ..., model: _Optional[str] = ..., kv_namespace: _Optional[str] = ..., protocol_version: _Optional[int] = ..., max_model_len: _Optional[int] = ..., load: _Optional[_Union[WorkerLoad, _Mapping]] = ..., draining: _Optional[bool] = ..., address: _Optional[str] = ..., direct: _Optional[bool] = ..., handoff_links: _Optional[_Iterable[_Union[HandoffLink, _Mapping]]] = ...) -> None: ...
+
+class HandoffLink(_message.Message):
+    __slots__ = ("incarnation", "transport", "gb_per_s")
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    TRANSPORT_FIELD_NUMBER: _ClassVar[int]
+    GB_PER_S_FIELD_NUMBER: _ClassVar[int]
+    incarnation: str
+    transport: str
+    gb_per_s: float
+    def __init__(self, incarnation: _Optional[str] = ..., transport: _Optional[str] = ..., gb_per_s: _Optional[float] = ...) -> None: ...
 
 class WorkerLoad(_message.Message):
     __slots__ = ("num_running", "num_waiting", "num_pending_tokens", "kv_usage", "num_kv_blocks")
@@ -168,14 +182,22 @@ class KvCommit(_message.Message):
     def __init__(self, epoch: _Optional[int] = ..., kv_namespace: _Optional[str] = ..., num_tokens: _Optional[int] = ..., objects: _Optional[_Iterable[_Union[KvObject, _Mapping]]] = ..., connector: _Optional[str] = ..., num_cached_tokens: _Optional[int] = ...) -> None: ...
 
 class RouterMessage(_message.Message):
-    __slots__ = ("hello", "ack", "cancel")
+    __slots__ = ("hello", "ack", "cancel", "handoff_peers")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     ACK_FIELD_NUMBER: _ClassVar[int]
     CANCEL_FIELD_NUMBER: _ClassVar[int]
+    HANDOFF_PEERS_FIELD_NUMBER: _ClassVar[int]
     hello: Hello
     ack: Ack
     cancel: Cancel
-    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., ack: _Optional[_Union[Ack, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ...) -> None: ...
+    handoff_peers: HandoffPeers
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., ack: _Optional[_Union[Ack, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., handoff_peers: _Optional[_Union[HandoffPeers, _Mapping]] = ...) -> None: ...
+
+class HandoffPeers(_message.Message):
+    __slots__ = ("peers",)
+    PEERS_FIELD_NUMBER: _ClassVar[int]
+    peers: _containers.RepeatedCompositeFieldContainer[HandoffPeer]
+    def __init__(self, peers: _Optional[_Iterable[_Union[HandoffPeer, _Mapping]]] = ...) -> None: ...
 
 class Hello(_message.Message):
     __slots__ = ("router_incarnation", "protocol_version", "worker_incarnation", "last_sequence")

@@ -11,6 +11,7 @@ from typing import Any
 from diptych.clock import SystemClock
 from diptych.config import EngineConfig, WorkerConfig
 from diptych.connectors.tickets import TicketIssuer, TicketKeys
+from diptych.engine.control_messages import FromControl, ToControl
 from diptych.engine.request import EngineCoreOutputs, EngineCoreRequest, FinishReason
 from diptych.errors import DiptychError
 from diptych.observe import new_registry
@@ -26,13 +27,16 @@ class FakeInfo:
     kv_namespace: str = "ab" * 32
     max_model_len: int = 64
     num_kv_blocks: int = 64
+    handoff_cards: bytes = b""
 
 
 class FakeEngine:
     """Keeps what it was given; the test says what comes out."""
 
-    def __init__(self) -> None:
-        self.info = FakeInfo()
+    def __init__(self, info: FakeInfo | None = None) -> None:
+        self.info = info or FakeInfo()
+        self.heard: list[ToControl] = []
+        self._controls: asyncio.Queue[FromControl | None] = asyncio.Queue()
         self.requests: dict[str, EngineCoreRequest] = {}
         self.aborted: list[str] = []
         self._queue: asyncio.Queue[EngineCoreOutputs | DiptychError | None] = asyncio.Queue()
@@ -66,6 +70,18 @@ class FakeEngine:
 
     def end(self, error: DiptychError | None = None) -> None:
         self._queue.put_nowait(error)
+        self._controls.put_nowait(None)
+
+    def send_control(self, message: ToControl) -> None:
+        self.heard.append(message)
+
+    def say(self, message: FromControl) -> None:
+        """What the engine sends to its peers, or says of them."""
+        self._controls.put_nowait(message)
+
+    async def controls(self) -> AsyncIterator[FromControl]:
+        while (message := await self._controls.get()) is not None:
+            yield message
 
     async def close(self) -> None:
         self.end()
@@ -95,12 +111,17 @@ async def serve(
     grace_s: float = 5.0,
     max_frames: int = 1024,
     max_queued: int = 1024,
+    worker_id: str = "w",
+    incarnation: str = "w1",
+    role: str = "decode",
+    info: FakeInfo | None = None,
+    port: int = 0,
 ) -> AsyncIterator[Served]:
-    engine = FakeEngine()
+    engine = FakeEngine(info)
     identity = WorkerIdentity(
-        worker_id="w",
-        incarnation="w1",
-        role="decode",
+        worker_id=worker_id,
+        incarnation=incarnation,
+        role=role,
         address="w:1",
         admin_address="w:2",
         model="tiny",
@@ -117,16 +138,21 @@ async def serve(
         clock=SystemClock(),
     )
     pump = asyncio.create_task(servicer.pump())
-    times = asyncio.create_task(servicer.keep_times())
+    beside = [
+        asyncio.create_task(servicer.keep_times()),
+        asyncio.create_task(servicer.pump_peers()),
+    ]
     add = worker_pb2_grpc.add_WorkerServicer_to_server
-    async with RpcServer("127.0.0.1", 0, [Service("diptych.v1.Worker", add, servicer)]) as server:
+    service = Service("diptych.v1.Worker", add, servicer)
+    async with RpcServer("127.0.0.1", port, [service], stop_grace_s=0.1) as server:
         try:
             yield Served(engine, servicer, server.address, pump, metrics)
         finally:
             await servicer.close()
             engine.end()
-            times.cancel()
-            await asyncio.gather(pump, times, return_exceptions=True)
+            for task in beside:
+                task.cancel()
+            await asyncio.gather(pump, *beside, return_exceptions=True)
 
 
 class FakeRouter:

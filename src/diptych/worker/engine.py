@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Sequence
 from typing import Protocol
 
+from diptych.engine.control_messages import FromControl, ToControl
 from diptych.engine.request import EngineCoreOutputs, EngineCoreRequest
 
 
@@ -21,6 +22,11 @@ class EngineInfo(Protocol):
 
     @property
     def num_kv_blocks(self) -> int: ...
+
+    @property
+    def handoff_cards(self) -> bytes:
+        """How peers can read its KV pool; empty where they cannot."""
+        ...
 
 
 class Engine(Protocol):
@@ -47,6 +53,14 @@ class Engine(Protocol):
         Raises:
             EngineDeadError: the engine is gone.
         """
+        ...
+
+    def send_control(self, message: ToControl) -> None:
+        """Pass a message of a peer, or news of it, on at once and without a promise."""
+        ...
+
+    def controls(self) -> AsyncIterator[FromControl]:
+        """What the engine says to its peers and of them, until it is closed. For one reader."""
         ...
 
     async def close(self) -> None:

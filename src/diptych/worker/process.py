@@ -39,14 +39,17 @@ class Stopped(Exception):
 async def _pumping(servicer: WorkerServicer) -> AsyncIterator[asyncio.Task[None]]:
     """The servicer at work: its pump, ended with everything that is left when the block ends."""
     pump = asyncio.create_task(servicer.pump(), name="pump")
-    times = asyncio.create_task(servicer.keep_times(), name="times")
+    beside = [
+        asyncio.create_task(servicer.keep_times(), name="times"),
+        asyncio.create_task(servicer.pump_peers(), name="pump peers"),
+    ]
     try:
         yield pump
     finally:
         await servicer.close()
-        for task in (pump, times):
+        for task in (pump, *beside):
             task.cancel()
-        await asyncio.gather(pump, times, return_exceptions=True)
+        await asyncio.gather(pump, *beside, return_exceptions=True)
 
 
 async def _await(work: Awaitable[T]) -> T:

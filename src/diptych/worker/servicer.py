@@ -17,6 +17,7 @@ from diptych.errors import (
     DrainingError,
     InvalidRequestError,
     NoStreamError,
+    UnavailableError,
 )
 from diptych.proto import worker_pb2, worker_pb2_grpc
 from diptych.rpc import PROTOCOL_VERSION
@@ -25,6 +26,7 @@ from diptych.worker.frames import error_frames, load_to_proto, split_outputs
 from diptych.worker.identity import ROLES, WorkerIdentity
 from diptych.worker.metrics import WorkerMetrics
 from diptych.worker.parse import ModelLimits, parse_submit
+from diptych.worker.peers import PeerStreams, PeerTimes
 from diptych.worker.requests import Owned, RequestTable
 from diptych.worker.streams import StreamHub
 
@@ -73,6 +75,14 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
             on_joined=self._tickets.router_joined,
             on_left=self._router_left,
         )
+        hello = worker_pb2.HandoffHello(
+            worker_id=identity.worker_id,
+            incarnation=identity.incarnation,
+            kv_namespace=engine.info.kv_namespace,
+            protocol_version=PROTOCOL_VERSION,
+            cards=engine.info.handoff_cards,
+        )
+        self._peers = PeerStreams(engine, hello, clock, PeerTimes(gone_s=config.stream_grace_s))
 
     # -- calls ------------------------------------------------------------------------------------
 
@@ -90,6 +100,8 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
             load=self.load(),
             draining=self.draining,
             address=self._identity.address,
+            direct=self._peers.direct,
+            handoff_links=self._peers.links(),
         )
 
     async def Submit(
@@ -121,6 +133,12 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
         for task in done:
             task.result()
 
+    async def Handoff(
+        self, request_iterator: AsyncIterator[worker_pb2.HandoffFrame], context: Any
+    ) -> None:
+        """A decode worker's way to this worker's engine, until either side ends it."""
+        await self._peers.answer(request_iterator, context)
+
     async def Drain(
         self, request: worker_pb2.DrainRequest, context: Any
     ) -> worker_pb2.DrainResponse:
@@ -142,6 +160,10 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
             self._failure = error
             self._hub.fail(error)
             raise
+
+    async def pump_peers(self) -> None:
+        """Send on what the engine says to its peers, until it is closed."""
+        await self._peers.pump()
 
     async def keep_times(self) -> None:
         """End, again and again, requests that waited longer than their tickets allow."""
@@ -176,6 +198,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
         self._abort(self._table.remove_all())
         self._hub.fail(DrainingError(f"worker {self._identity.worker_id} has stopped"))
         await self._hub.close()
+        await self._peers.close()
         await asyncio.gather(*self._aborts, return_exceptions=True)
 
     def load(self) -> worker_pb2.WorkerLoad:
@@ -204,6 +227,8 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
             raise CapacityError(f"worker {self._identity.worker_id} has a full queue")
         owned = Owned(ticket.request_id, ticket.epoch, ticket.router_incarnation)
         parsed = parse_submit(request, owned.engine_id, self._limits)
+        if request.HasField("handoff_peer"):
+            self._meet(request)
         # last, so that a repeat of this ticket is told that the first was accepted
         admitted = self._tickets.admit(ticket)
         older = self._table.add(owned, queued_until_s=admitted.deadline_s)
@@ -216,6 +241,13 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
             if self._table.remove(owned.engine_id) is not None:
                 self._abort([owned])
             raise
+
+    def _meet(self, request: worker_pb2.SubmitRequest) -> None:
+        """Have a stream to the other half of a direct hand-off; the decode worker opens it."""
+        if not self._peers.direct:
+            raise UnavailableError(f"worker {self._identity.worker_id} hands nothing over directly")
+        if not request.handoff_out:
+            self._peers.want([request.handoff_peer])
 
     async def _write(self, hello: worker_pb2.Hello, context: Any) -> None:
         async with contextlib.aclosing(self._hub.attach(hello, self.load())) as frames:
@@ -231,6 +263,8 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
                     self._changed.set()
                 case "cancel":
                     self._cancel(router, message.cancel)
+                case "handoff_peers":
+                    self._peers.want(message.handoff_peers.peers)
                 case other:
                     raise InvalidRequestError(f"unexpected message {other!r} on the stream")
 

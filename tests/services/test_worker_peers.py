@@ -1,0 +1,267 @@
+"""Workers that hand over to one another: hellos, what engines say to each other, losses."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
+
+import grpc
+import pytest
+
+from diptych.clock import SystemClock
+from diptych.engine.control_messages import Control, PeerDown, PeerLink, PeerUp, ToControl
+from diptych.errors import DeadlineError
+from diptych.proto import worker_pb2, worker_pb2_grpc
+from diptych.rpc import PROTOCOL_VERSION, open_channel
+from diptych.worker import peers
+from diptych.worker.peers import PeerStreams, PeerTimes
+from tests.services.worker_fakes import FakeEngine, FakeInfo, Served, router_of, serve, until
+
+pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("one_event_loop")]
+
+
+@asynccontextmanager
+async def worker(
+    name: str, role: str = "prefill", life: int = 1, **more: Any
+) -> AsyncIterator[Served]:
+    info = dataclasses.replace(
+        FakeInfo(), handoff_cards=f"cards of {name}{life}".encode(), **more.pop("info", {})
+    )
+    incarnation = f"{name}{life}"
+    async with serve(
+        worker_id=name, incarnation=incarnation, role=role, info=info, **more
+    ) as served:
+        yield served
+
+
+@dataclasses.dataclass
+class Two:
+    """A prefill worker p and a decode worker d that may read from it."""
+
+    prefill: Served
+    decode: Served
+    stub: Any
+
+    @property
+    def peer(self) -> worker_pb2.HandoffPeer:
+        """The prefill worker, as routers name it."""
+        return worker_pb2.HandoffPeer(worker_id="p", incarnation="p1", address=self.prefill.address)
+
+    def met(self) -> bool:
+        return bool(self.prefill.engine.heard and self.decode.engine.heard)
+
+
+@asynccontextmanager
+async def two(grace_s: float = 5.0) -> AsyncIterator[Two]:
+    """The two, and a router that told the decode worker of the other."""
+    async with AsyncExitStack() as stack:
+        prefill = await stack.enter_async_context(worker("p", grace_s=grace_s))
+        decode = await stack.enter_async_context(worker("d", "decode", grace_s=grace_s))
+        router = await stack.enter_async_context(router_of(decode))
+        both = Two(prefill, decode, router.stub)
+        hint = worker_pb2.HandoffPeers(peers=[both.peer])
+        await router.call.write(worker_pb2.RouterMessage(handoff_peers=hint))
+        await until(both.met)
+        yield both
+
+
+def bodies(engine: FakeEngine) -> list[bytes]:
+    return [message.body for message in engine.heard if isinstance(message, Control)]
+
+
+def news(engine: FakeEngine) -> list[ToControl]:
+    return [message for message in engine.heard if not isinstance(message, Control)]
+
+
+async def test_each_engine_learns_of_the_other_and_hears_what_it_says() -> None:
+    async with two() as both:
+        prefill, decode = both.prefill.engine, both.decode.engine
+        assert prefill.heard == [PeerUp("d1", b"cards of d1")]
+        assert decode.heard == [PeerUp("p1", b"cards of p1")]
+        for number in range(100):
+            prefill.say(Control("d1", b"chunk %d" % number))
+            decode.say(Control("p1", b"ack %d" % number))
+        await until(lambda: len(bodies(prefill)) == len(bodies(decode)) == 100)
+        assert bodies(decode) == [b"chunk %d" % number for number in range(100)]
+        assert bodies(prefill) == [b"ack %d" % number for number in range(100)]
+
+
+async def test_a_request_with_an_unknown_peer_opens_a_stream_to_it() -> None:
+    async with worker("p") as prefill, worker("d", "decode") as decode:
+        async with router_of(decode) as router:
+            router.worker = "d1"
+            peer = worker_pb2.HandoffPeer(worker_id="p", incarnation="p1", address=prefill.address)
+            await router.submit("r", handoff_peer=peer)
+            await until(lambda: prefill.engine.heard)
+        assert decode.engine.requests["r#1"].kv_transfer_params.reads_peer
+
+
+async def test_links_that_were_tested_are_told_to_routers() -> None:
+    async with two() as both:
+        both.decode.engine.say(PeerLink("p1", True, "shm", 3.5))
+
+        async def links() -> list[Any]:
+            info = await both.stub.GetInfo(worker_pb2.GetInfoRequest())
+            assert info.direct
+            return list(info.handoff_links)
+
+        async with asyncio.timeout(5):
+            while not (known := await links()):
+                await asyncio.sleep(0.01)
+        expected = worker_pb2.HandoffLink(incarnation="p1", transport="shm", gb_per_s=3.5)
+        assert known == [expected]
+        both.decode.engine.say(PeerLink("p1", False, failure="the test failed"))
+        async with asyncio.timeout(5):
+            while await links():
+                await asyncio.sleep(0.01)
+
+
+async def test_a_peer_that_restarts_is_gone_and_the_new_one_is_a_peer() -> None:
+    async with worker("d", "decode") as decode, router_of(decode) as router:
+        async with worker("p") as first:
+            port = int(first.address.rpartition(":")[2])
+            peer = worker_pb2.HandoffPeer(worker_id="p", incarnation="p1", address=first.address)
+            await router.call.write(
+                worker_pb2.RouterMessage(handoff_peers=worker_pb2.HandoffPeers(peers=[peer]))
+            )
+            await until(lambda: decode.engine.heard)
+        async with worker("p", life=2, port=port):
+            await until(lambda: PeerDown("p1") in decode.engine.heard)
+            peer.incarnation = "p2"
+            await router.call.write(
+                worker_pb2.RouterMessage(handoff_peers=worker_pb2.HandoffPeers(peers=[peer]))
+            )
+            await until(lambda: PeerUp("p2", b"cards of p2") in decode.engine.heard)
+        ups_and_downs = [PeerUp("p1", b"cards of p1"), PeerDown("p1"), PeerUp("p2", b"cards of p2")]
+        assert news(decode.engine) == ups_and_downs
+
+
+async def test_a_decode_worker_that_restarts_is_gone_at_once_for_prefill() -> None:
+    async with worker("p", grace_s=60) as prefill:
+        for life in (1, 2):
+            async with worker("d", "decode", life=life) as decode, router_of(decode) as router:
+                peer = worker_pb2.HandoffPeer(
+                    worker_id="p", incarnation="p1", address=prefill.address
+                )
+                hint = worker_pb2.HandoffPeers(peers=[peer])
+                await router.call.write(worker_pb2.RouterMessage(handoff_peers=hint))
+                await until(lambda: decode.engine.heard)
+        assert [type(message) for message in prefill.engine.heard] == [PeerUp, PeerDown, PeerUp]
+        assert prefill.engine.heard[1] == PeerDown("d1")
+
+
+async def test_a_peer_that_stays_away_is_gone_after_its_time() -> None:
+    async with worker("d", "decode", grace_s=0.3) as decode, router_of(decode) as router:
+        async with worker("p") as prefill:
+            peer = worker_pb2.HandoffPeer(worker_id="p", incarnation="p1", address=prefill.address)
+            hint = worker_pb2.HandoffPeers(peers=[peer])
+            await router.call.write(worker_pb2.RouterMessage(handoff_peers=hint))
+            await until(lambda: decode.engine.heard)
+        assert news(decode.engine) == [PeerUp("p1", b"cards of p1")]
+        await until(lambda: news(decode.engine)[1:] == [PeerDown("p1")])
+
+
+async def test_a_stream_that_breaks_is_opened_again_and_nobody_is_gone() -> None:
+    async with two() as both, open_channel(both.prefill.address) as channel:
+        # the same decode worker, it seems, on another stream: it takes the first one's place
+        call = worker_pb2_grpc.WorkerStub(channel).Handoff()
+        await call.write(worker_pb2.HandoffFrame(hello=hello("d", "d1")))
+        await call.read()
+        call.cancel()
+        await until(lambda: len(both.prefill.engine.heard) == 3)
+        both.prefill.engine.say(Control("d1", b"again"))
+        await until(lambda: bodies(both.decode.engine) == [b"again"])
+        every = news(both.prefill.engine) + news(both.decode.engine)
+        assert not [message for message in every if isinstance(message, PeerDown)]
+
+
+def hello(worker_id: str, incarnation: str, **changes: Any) -> worker_pb2.HandoffHello:
+    fields: dict[str, Any] = {
+        "worker_id": worker_id,
+        "incarnation": incarnation,
+        "kv_namespace": FakeInfo().kv_namespace,
+        "protocol_version": PROTOCOL_VERSION,
+        "cards": b"cards of d1",
+        **changes,
+    }
+    return worker_pb2.HandoffHello(**fields)
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [
+        worker_pb2.HandoffFrame(body=b"early"),
+        worker_pb2.HandoffFrame(hello=hello("d", "")),
+        worker_pb2.HandoffFrame(hello=hello("d", "d1", cards=b"")),
+        worker_pb2.HandoffFrame(hello=hello("d", "d1", kv_namespace="cd" * 32)),
+        worker_pb2.HandoffFrame(hello=hello("d", "d1", protocol_version=PROTOCOL_VERSION + 2)),
+    ],
+    ids=["no hello", "no incarnation", "no cards", "other KV", "other version"],
+)
+async def test_who_does_not_fit_is_refused(frame: worker_pb2.HandoffFrame) -> None:
+    async with worker("p") as prefill, open_channel(prefill.address) as channel:
+        call = worker_pb2_grpc.WorkerStub(channel).Handoff()
+        await call.write(frame)
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            await call.read()
+        assert error.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert prefill.engine.heard == []
+
+
+async def test_a_worker_whose_memory_cannot_be_read_takes_no_part() -> None:
+    async with serve() as served, router_of(served) as router:
+        info = await router.stub.GetInfo(worker_pb2.GetInfoRequest())
+        assert not info.direct
+        peer = worker_pb2.HandoffPeer(worker_id="p", incarnation="p1", address="p:1")
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            await router.submit("r", handoff_peer=peer)
+        assert error.value.code() is grpc.StatusCode.UNAVAILABLE
+        call = router.stub.Handoff()
+        await call.write(worker_pb2.HandoffFrame(hello=hello("d", "d1")))
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            await call.read()
+        assert error.value.code() is grpc.StatusCode.UNAVAILABLE
+
+
+async def test_a_caller_without_a_hello_is_not_waited_for() -> None:
+    engine = FakeEngine(dataclasses.replace(FakeInfo(), handoff_cards=b"cards"))
+    times = PeerTimes(hello_s=0.05)
+    streams = PeerStreams(engine, hello("p", "p1"), SystemClock(), times)
+
+    async def silence() -> AsyncIterator[worker_pb2.HandoffFrame]:
+        await asyncio.Event().wait()
+        yield worker_pb2.HandoffFrame()
+
+    with pytest.raises(DeadlineError):
+        await streams.answer(silence(), None)
+
+
+async def test_what_a_peer_does_not_take_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its queue is bounded; the engines repeat."""
+    monkeypatch.setattr(peers, "MAX_QUEUED", 4)
+    engine = FakeEngine(dataclasses.replace(FakeInfo(), handoff_cards=b"cards"))
+    streams = PeerStreams(engine, hello("p", "p1"), SystemClock())
+
+    class Stuck:
+        async def write(self, frame: worker_pb2.HandoffFrame) -> None:
+            if frame.HasField("body"):
+                await asyncio.Event().wait()
+
+    async def frames() -> AsyncIterator[worker_pb2.HandoffFrame]:
+        yield worker_pb2.HandoffFrame(hello=hello("d", "d1"))
+        await asyncio.Event().wait()
+
+    tasks = [
+        asyncio.create_task(streams.answer(frames(), Stuck())),
+        asyncio.create_task(streams.pump()),
+    ]
+    await until(lambda: engine.heard)
+    for _ in range(10):
+        engine.say(Control("d1", b"body"))
+    await until(lambda: streams.num_dropped >= 5)
+    await streams.close()
+    engine.end()
+    await asyncio.gather(*tasks, return_exceptions=True)
