@@ -49,7 +49,7 @@ NIXL = pytest.param(
 
 def make(name: str) -> Transport:
     if name == "tcp":
-        return TcpTransport(stall_s=1.0)
+        return TcpTransport()
     if name == "grpc":
         return GrpcTransport()
     return ShmTransport() if name == "shm" else NixlTransport()
@@ -144,7 +144,7 @@ def test_a_peer_that_is_killed_in_mid_read_fails_the_read(reader: Reader, name: 
 
 
 def test_a_silent_peer_costs_a_read_its_deadline_and_no_byte_comes_late(name: str) -> None:
-    reader = Reader(TcpTransport() if name == "tcp" else make(name), POOL)
+    reader = Reader(make(name), POOL)
     with running_source("silent", POOL, name) as source:
         peer = reader.transport.connect(source.endpoint)
         assert reader.wait(reader.read(peer, Runs.of([(0, 0, 4096)]))) is ReadState.DONE
@@ -166,6 +166,18 @@ def test_a_silent_peer_costs_a_read_its_deadline_and_no_byte_comes_late(name: st
         # the pair still works
         assert reader.wait(reader.read(peer, Runs.of([(0, 0, MIB)]))) is ReadState.DONE
     reader.close()
+
+
+@pytest.mark.parametrize("name", ["tcp", "grpc"])
+def test_a_source_that_is_slow_to_accept_is_not_taken_for_gone(reader: Reader, name: str) -> None:
+    with running_source("slow", POOL, name) as source:
+        source.signal(signal.SIGSTOP)
+        peer = reader.transport.connect(source.endpoint)
+        handle = reader.read(peer, Runs.of([(0, 0, MIB)]))
+        end_s = time.monotonic() + 0.4
+        reader.until(lambda: reader.transport.poll(handle) and time.monotonic() > end_s)
+        source.signal(signal.SIGCONT)
+        assert reader.wait(handle) is ReadState.DONE, handle.detail
 
 
 def test_a_cancelled_read_writes_nothing_after_the_fence(
@@ -317,7 +329,9 @@ def test_a_stream_that_goes_wrong_has_a_name(
     fake = FakeSource(answer, close=close)
     endpoint = sources["tcp"].endpoint
     offers = [msgspec.structs.replace(endpoint.offer("tcp"), address=fake.address)]
-    reader = Reader(TcpTransport(stall_s=0.3), POOL)
+    # only what stalls may take as long as a stall
+    stall_s = 0.3 if failure == "peer gone" else 20.0
+    reader = Reader(TcpTransport(stall_s=stall_s), POOL)
     peer = reader.transport.connect(msgspec.structs.replace(endpoint, offers=offers))
     handle = reader.read(peer, Runs.of([(0, 0, 8192)]))
     assert reader.wait(handle) is ReadState.FAILED

@@ -8,6 +8,7 @@ from diptych.engine.sampler import Sampler
 from diptych.engine.sampling_rows import SamplingRows
 from diptych.engine.step import NewRequest
 from diptych.errors import InvalidRequestError
+from diptych.kernels.sampling_tables import MAX_REMEMBERED
 from diptych.kernels.torch_ops import TorchOps
 from diptych.sampling_params import SamplingParams
 
@@ -190,8 +191,22 @@ def test_a_bad_word_is_not_completed() -> None:
     assert Rows(8).add([4], [4, 5], **bad).sample(LOGITS) == [2]
 
 
+@pytest.mark.parametrize("count", [127, 128, 129, 300])
+def test_of_a_long_output_the_last_tokens_are_known_when_a_row_is_entered(count: int) -> None:
+    output = list(range(count))
+    last = output[-MAX_REMEMBERED:]
+    logits = torch.zeros(400).scatter_(0, torch.tensor([398, 399]), torch.tensor([1.0, 2.0]))
+
+    def sample(bad_word: list[int]) -> list[int]:
+        bad = {"temperature": 0.0, "bad_words_token_ids": [bad_word]}
+        return Rows(400).add([9], output, **bad).sample(logits)
+
+    assert sample([*last, 399]) == [398]
+    assert sample([399, *last[1:], 399]) == [399]
+
+
 def test_as_much_is_changed_as_a_request_may_ask_for() -> None:
-    words = [[3] * 128 + [token] for token in range(8)]
+    words = [[3] * 128 + [token] for token in range(13, 21)]
     most = SamplingParams(
         temperature=0.0,
         bad_words_token_ids=words,
@@ -203,7 +218,7 @@ def test_as_much_is_changed_as_a_request_may_ask_for() -> None:
     rows = Rows(2000)
     params = {name: getattr(most, name) for name in most.__struct_fields__}
     rows.add([], [3] * 128, **params)
-    assert rows.sample(torch.zeros(2000)) == [13]
+    assert rows.sample(torch.zeros(2000)) == [27]  # 13 and 20 would be as likely
     with pytest.raises(InvalidRequestError):
         most.check_logit_edits(2)
 
