@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from diptych.services.kvstore.arena import Arena
-from diptych.services.kvstore.eviction import EvictionOrder
 from diptych.services.kvstore.object_types import (
     KEY_BYTES,
     Changes,
@@ -30,14 +29,13 @@ from diptych.services.kvstore.object_types import (
     Status,
     TableObject,
 )
+from diptych.services.kvstore.room import Room
 from diptych.services.kvstore.tenants import TenantBooks
 
 # A lease lasts `lease_s` and what the batch's bytes take at this slow rate, but no longer than the
 # cap: a reader that died must not pin its objects for long.
 _LEASE_BYTES_PER_S = 64 << 20
 _MAX_LEASE_S = 60.0
-# Hard pins may take this share: the rest must be able to move.
-_MAX_PINNED = 0.5
 
 
 @dataclass(slots=True)
@@ -81,9 +79,6 @@ class ObjectTable:
         self._arena = arena
         self._now = now
         self._lease_s = lease_s
-        self._high_bytes = int(high_watermark * arena.pool_bytes)
-        self._low_bytes = int((high_watermark - eviction_step) * arena.pool_bytes)
-        self._pinned_bytes = 0
         self._first_id = self._next_id = first_id
         self._objects: dict[bytes, TableObject] = {}
         self._puts: dict[int, _Put] = {}
@@ -91,7 +86,15 @@ class ObjectTable:
         self._gone: dict[int, TableObject] = {}  # dropped while in use, by offset
         # a heap whose entries may be stale: (end, put or lease id)
         self._deadlines: list[tuple[float, int]] = []
-        self._order: EvictionOrder[TableObject] = EvictionOrder()
+        self._room = Room(
+            arena,
+            self.tenants,
+            self.counters,
+            self._objects,
+            self._remove,
+            high_watermark=high_watermark,
+            eviction_step=eviction_step,
+        )
         self._added: dict[bytes, int] = {}
         self._removed: set[bytes] = set()
 
@@ -125,7 +128,7 @@ class ObjectTable:
         for put_id in put_ids:
             put = self._puts.pop(put_id, None)
             if put is not None:
-                self._free(put.object)
+                self._room.give_back(put.object)
             statuses.append(self._unknown(put_id) if put is None else Status.OK)
         return statuses
 
@@ -199,7 +202,7 @@ class ObjectTable:
         for position, key in enumerate(keys):
             object_ = self._objects.get(key)
             if object_ is not None and not object_.in_use:
-                self._rank(object_, now, position)
+                self._room.rank(object_, now, position)
 
     # --- what the node does with its own objects
 
@@ -242,7 +245,7 @@ class ObjectTable:
             put = self._puts.get(id_)
             if put is not None and put.ends_at <= now:
                 del self._puts[id_]
-                self._free(put.object)
+                self._room.give_back(put.object)
                 self.counters.stale_puts_total += 1
             lease = self._leases.get(id_)
             if lease is not None and lease.ends_at <= now:
@@ -294,7 +297,7 @@ class ObjectTable:
     @property
     def pinned_bytes(self) -> int:
         """Bytes of hard-pinned objects."""
-        return self._pinned_bytes
+        return self._room.pinned_bytes
 
     # --- inside
 
@@ -315,14 +318,13 @@ class ObjectTable:
         if present is not None:
             # whoever would have written it has just used it
             if not present.in_use:
-                self._rank(present, now, position)
+                self._room.rank(present, now, position)
             return Reservation(Status.EXISTS, checksum=present.checksum)
-        offset = self._make_room(num_bytes, tenant)
+        offset = self._room.take(num_bytes, tenant)
         if offset is None:
             return Reservation(Status.NO_SPACE)
         put_id = self._new_id()
         put = _Put(TableObject(key, offset, num_bytes, tenant), ends_at)
-        self.tenants.charge(tenant, self._arena.rounded(num_bytes))
         self._puts[put_id] = put
         if ends_at < math.inf:
             heapq.heappush(self._deadlines, (ends_at, put_id))
@@ -334,11 +336,11 @@ class ObjectTable:
             return self._unknown(put_id)
         object_ = put.object
         if object_.key in self._objects:
-            self._free(object_)
+            self._room.give_back(object_)
             return Status.EXISTS
         object_.checksum = checksum
         self._objects[object_.key] = object_
-        self._rank(object_, now, position)
+        self._room.rank(object_, now, position)
         self.counters.puts_total += 1
         self._added[object_.key] = object_.num_bytes
         self._removed.discard(object_.key)
@@ -367,41 +369,13 @@ class ObjectTable:
             return
         if object_.gone:
             self._gone.pop(object_.offset, None)
-            self._free(object_)
+            self._room.give_back(object_)
         else:
-            self._enter(object_)
-
-    def _make_room(self, num_bytes: int, tenant: str) -> int | None:
-        """An offset for `num_bytes`, after eviction where the tenant has too much, or the pool is
-        too full or too torn."""
-        size = self._arena.rounded(num_bytes)
-        while self.tenants.over_bytes(tenant, size) > 0:
-            if not self._evict_one(self.tenants.order(tenant)):
-                self.counters.quota_refusals_total += 1
-                return None
-        if self._arena.used_bytes + size > self._high_bytes:
-            while self._arena.used_bytes + size > self._low_bytes and self._evict_one(self._order):
-                pass
-        offset = self._arena.allocate(num_bytes)
-        while offset is None and self._evict_one(self._order):
-            offset = self._arena.allocate(num_bytes)
-        return offset
-
-    def _evict_one(self, order: EvictionOrder[TableObject]) -> bool:
-        victim = order.pop(self._may_go)
-        if victim is None:
-            return False
-        self._remove(victim)
-        self.counters.evictions_total += 1
-        return True
-
-    def _may_go(self, object_: TableObject) -> bool:
-        # one in use is pushed anew when its last use ends
-        return self._objects.get(object_.key) is object_ and object_.evictable
+            self._room.enter(object_)
 
     def _remove(self, object_: TableObject) -> None:
         """Take a complete object out of the table."""
-        self._set_pin(object_, Pin.NONE)
+        self._room.pin(object_, Pin.NONE)
         del self._objects[object_.key]
         self._added.pop(object_.key, None)
         self._removed.add(object_.key)
@@ -409,52 +383,16 @@ class ObjectTable:
             object_.gone = True
             self._gone[object_.offset] = object_
         else:
-            self._free(object_)
-
-    def _free(self, object_: TableObject) -> None:
-        self._arena.free(object_.offset)
-        self.tenants.refund(object_.tenant, self._arena.rounded(object_.num_bytes))
+            self._room.give_back(object_)
 
     def _pin(self, key: bytes, level: Pin) -> Status:
         object_ = self._objects.get(key)
         if object_ is None:
             return Status.NOT_FOUND
-        size = self._arena.rounded(object_.num_bytes)
-        more = size if level is Pin.HARD and object_.pin is not Pin.HARD else 0
-        if more and self._pinned_bytes + more > _MAX_PINNED * self._arena.pool_bytes:
+        if not self._room.pin(object_, level):
             return Status.NO_SPACE
-        self._set_pin(object_, level)
-        self._enter(object_)
+        self._room.enter(object_)
         return Status.OK
-
-    def _set_pin(self, object_: TableObject, level: Pin) -> None:
-        delta = (level is Pin.HARD) - (object_.pin is Pin.HARD)
-        self._pinned_bytes += delta * self._arena.rounded(object_.num_bytes)
-        object_.pin = level
-        object_.rank = (level, *object_.rank[1:])
-
-    def _rank(self, object_: TableObject, last_used: float, position: int) -> None:
-        object_.rank = (object_.pin, last_used, -position)
-        self._enter(object_)
-
-    def _enter(self, object_: TableObject) -> None:
-        """Into the order of eviction, under its present rank."""
-        if not object_.evictable:
-            return
-        self._push(self._order, object_)
-        if object_.tenant:
-            self._push(self.tenants.order(object_.tenant), object_)
-
-    def _push(self, order: EvictionOrder[TableObject], object_: TableObject) -> None:
-        order.push(object_)
-        if order.is_stale(len(self._objects)):
-            order.rebuild(self._evictable(order, object_.tenant))
-
-    def _evictable(self, order: EvictionOrder[TableObject], tenant: str) -> Iterator[TableObject]:
-        everyone = order is self._order
-        for object_ in self._objects.values():
-            if object_.evictable and (everyone or object_.tenant == tenant):
-                yield object_
 
     def _new_id(self) -> int:
         self._next_id += 1
