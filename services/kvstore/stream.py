@@ -24,6 +24,7 @@ _HELLO_DEADLINE_S = 5.0
 _MAX_CLIENTS = 256
 _MAX_ANSWERS_QUEUED = 1024
 _SCRATCH_BYTES = 64 << 10
+_PIECE_BYTES = 512 << 10
 
 
 class Places(Protocol):
@@ -98,11 +99,15 @@ class _Connection(asyncio.BufferedProtocol):
         self._status = Status.OK
         # in the order of the frames: the answer to a write, or (lease id, bytes) to be read
         self._answers: deque[bytes | tuple[int, int]] = deque()
+        self._sending: memoryview | None = None  # what is left of the object on its way
         self._sending_paused = False
         self._reading_paused = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
+        # what the socket does not take at once is copied and moved about by the transport: keep
+        # that to one piece
+        self._transport.set_write_buffer_limits(high=0)
         self._peers.add(self)
         loop = asyncio.get_running_loop()
         self._hello_timer = loop.call_later(_HELLO_DEADLINE_S, self.abort)
@@ -114,6 +119,7 @@ class _Connection(asyncio.BufferedProtocol):
         self._hello_timer.cancel()
         self._peers.discard(self)
         self._answers.clear()
+        self._sending = None
 
     def abort(self) -> None:
         self._transport.abort()
@@ -179,7 +185,10 @@ class _Connection(asyncio.BufferedProtocol):
 
     def _send_answers(self) -> None:
         """Send what is due, one object at a time, as fast as the client takes it."""
-        while self._answers and not self._sending_paused:
+        while (self._sending or self._answers) and not self._sending_paused:
+            if self._sending:
+                self._send_piece(self._sending)
+                continue
             answer = self._answers.popleft()
             if isinstance(answer, bytes):
                 self._transport.write(answer)
@@ -200,7 +209,12 @@ class _Connection(asyncio.BufferedProtocol):
             return
         self._server.sent_bytes += num_bytes
         self._transport.write(ANSWER.pack(Status.OK, num_bytes))
-        self._transport.write(self._pool[place[0] : place[0] + num_bytes])
+        self._sending = self._pool[place[0] : place[0] + num_bytes]
+
+    def _send_piece(self, view: memoryview) -> None:
+        # a lease that ends meanwhile is found by the reader, who verifies it afterwards
+        self._sending = view[_PIECE_BYTES:] if view.nbytes > _PIECE_BYTES else None
+        self._transport.write(view[:_PIECE_BYTES])
 
     def pause_writing(self) -> None:
         self._sending_paused = True

@@ -183,8 +183,7 @@ class StreamMover:
                 with self._room(move.num_bytes) as view:
                     move.touch(view)
                     checksums.append(xxhash.xxh3_64_intdigest(view))
-                    self._send(FRAME.pack(WRITE, move.id, move.num_bytes), until)
-                    self._send(view, until)
+                    self._send_both(FRAME.pack(WRITE, move.id, move.num_bytes), view, until)
             for position in range(len(checksums)):
                 if self._answer(until)[0] != pb.ITEM_STATUS_OK:
                     checksums[position] = None
@@ -242,6 +241,15 @@ class StreamMover:
     def _send(self, data: bytes | memoryview, until: float) -> None:
         self._connection.settimeout(_left(until))
         self._connection.sendall(data)
+
+    def _send_both(self, head: bytes, data: memoryview, until: float) -> None:
+        """Two pieces in one call: a packet for the head alone would wake the node for nothing."""
+        self._connection.settimeout(_left(until))
+        sent = self._connection.sendmsg([head, data])
+        if sent < len(head):
+            self._connection.sendall(head[sent:])
+            sent = len(head)
+        self._send(data[sent - len(head) :], until)
 
     def _receive(self, view: memoryview, until: float) -> None:
         while view:
