@@ -375,7 +375,8 @@ class ObjectTable:
 
     def _remove(self, object_: TableObject) -> None:
         """Take a complete object out of the table."""
-        self._room.pin(object_, Pin.NONE)
+        if object_.pin is not Pin.NONE:
+            self._room.pin(object_, Pin.NONE)
         del self._objects[object_.key]
         self._added.pop(object_.key, None)
         self._removed.add(object_.key)

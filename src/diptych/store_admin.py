@@ -56,6 +56,8 @@ def add_arguments(store: argparse.ArgumentParser) -> None:
 
     ls = action("ls", "list objects: node, key, bytes, tier")
     ls.add_argument("--limit", type=int, default=1000, help="most objects; 0: all")
+    find = action("find", "where objects are, as the directory in Redis has it")
+    find.add_argument("keys", nargs="+", metavar="KEY", help="in hex")
     stats = action("stats", "what each node holds and has done")
     stats.add_argument("--json", action="store_true", help="all counters, one object a node")
     evict = action("evict", "remove objects from all nodes and tiers")
@@ -74,6 +76,8 @@ def run(args: argparse.Namespace) -> int:
 
     if not (args.kvstore or args.redis):
         raise ConfigError("name the store with --kvstore HOST:PORT or --redis URL")
+    if args.action == "find":
+        return _find(args)
     settings = StoreSettings(
         kvstore=args.kvstore or "",
         redis="" if args.kvstore else args.redis,
@@ -105,6 +109,35 @@ def _stats(cluster: StoreCluster, args: argparse.Namespace) -> int:
     if rows:
         _table([["node", *_COLUMNS], *rows])
     return failed
+
+
+def _find(args: argparse.Namespace) -> int:
+    """One line for every holder of every key; 1 where a key has none."""
+    import asyncio
+
+    from diptych.config import RedisConfig
+    from diptych.registry import Registry, StoreRecord
+    from diptych.services.kvstore.directory import Directory, Holder
+
+    if not args.redis:
+        raise ConfigError("the directory is in Redis: name it with --redis URL")
+    keys = _keys(args)
+
+    async def look_up() -> list[list[Holder]]:
+        config = RedisConfig(redis=args.redis, registry_prefix=args.registry_prefix)
+        registry = Registry(config)
+        try:
+            nodes = (await registry.members(StoreRecord)).records
+            return await Directory(registry.redis).lookup(sorted(nodes), keys)
+        finally:
+            await registry.close()
+
+    missing = 0
+    for key, holders in zip(keys, asyncio.run(look_up()), strict=True):
+        missing += not holders
+        for holder in holders:
+            _say(f"{holder.node_id} {key.hex()} {holder.num_bytes} {holder.tier}")
+    return int(missing > 0)
 
 
 def _ls(cluster: StoreCluster, args: argparse.Namespace) -> int:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 
 import pytest
 
 from diptych.cli import main
 from diptych.connectors.store_client import StoreClient
 from diptych.connectors.store_results import PutItem
+from diptych.embedded_redis import EmbeddedRedis
 from tests.services.test_kvstore import Node, key, put, running_node
 
 Out = pytest.CaptureFixture[str]
@@ -84,6 +87,27 @@ def test_stats_are_a_table_or_json(node: Node, client: StoreClient, capsys: Out)
     assert store(node, "stats", "--json") == 0
     stats = json.loads(capsys.readouterr().out)
     assert (stats["puts_total"], stats["tenant_bytes"]) == (1, {"": 4096})
+
+
+def test_find_asks_the_directory(capsys: Out) -> None:
+    with EmbeddedRedis() as url, ExitStack() as stack:
+        redis: dict[str, object] = {"redis": url, "heartbeat_s": 0.05}
+        for name in ("a", "b"):
+            node = stack.enter_context(running_node(redis=redis, node_id=name))
+            node.until_ready()
+        client = StoreClient(node.address)
+        stored, unknown = key(), key()
+        put(client, {stored: b"x" * 100})
+        client.close()
+
+        def find(name: bytes) -> int:
+            return main(["store", "find", name.hex(), "--redis", url])
+
+        deadline = time.monotonic() + 10
+        while find(stored):
+            assert time.monotonic() < deadline
+        assert capsys.readouterr().out == f"b {stored.hex()} 100 dram\n"
+        assert find(unknown) == 1
 
 
 def test_what_cannot_be_done_is_said(node: Node, capsys: Out) -> None:
