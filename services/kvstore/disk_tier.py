@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Self, TypeVar
 
+from diptych.fault_points import reach
 from diptych.services.kvstore.disk_files import FileInfo, ObjectFiles, rounded
 from diptych.services.kvstore.disk_index import DiskIndex
 from diptych.services.kvstore.frequency import FrequencySketch
@@ -174,6 +175,7 @@ class DiskTier:
             self._table.unhold(key, place.offset)
 
     def _write_file(self, info: FileInfo, place: Place) -> None:
+        reach("disk.write")
         end = place.offset + rounded(place.num_bytes)
         with self._pool[place.offset : end] as body:
             self._files.write(info, body)
@@ -210,6 +212,7 @@ class DiskTier:
             _log.warning("the file of an object was damaged and is removed")
 
     def _read_file(self, info: FileInfo, offset: int) -> bool:
+        reach("disk.read")
         with self._pool[offset : offset + rounded(info.num_bytes)] as body:
             return self._files.read(info, body)
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from diptych.errors import InvalidRequestError, StaleTicketError
+from diptych.fault_points import reach
 from diptych.proto import kvstore_pb2 as pb
 from diptych.proto import kvstore_pb2_grpc
 from diptych.services.kvstore.checks import Checker
@@ -62,6 +63,7 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServicer):
     async def PutStart(self, request: pb.PutStartRequest, context: Any) -> pb.PutStartResponse:
         self._check_incarnation(request.incarnation)
         _check_batch(request.items)
+        reach("store.put_start")
         items = [(i.key, i.num_bytes) for i in request.items]
         reserved = self._tiers.put_start(items, request.tenant)
         ttl_ms = int(self._table.put_ttl_s * 1000)
@@ -69,6 +71,7 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServicer):
 
     async def PutEnd(self, request: pb.PutEndRequest, context: Any) -> pb.PutEndResponse:
         _check_batch(request.items)
+        reach("store.put_end")
         statuses = self._tiers.put_end([(i.put_id, i.checksum) for i in request.items])
         return pb.PutEndResponse(statuses=map(_wire, statuses))
 
@@ -80,6 +83,7 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServicer):
         self._check_incarnation(request.incarnation)
         _check_batch(request.keys)
         found = await self._tiers.get(request.keys, request.lease_ms / 1000)
+        reach("store.got")
         return pb.GetResponse(
             results=[
                 _result(f, self._replicator.note_read(key) if f.num_bytes else 0)
@@ -96,6 +100,7 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServicer):
 
     async def Release(self, request: pb.ReleaseRequest, context: Any) -> pb.ReleaseResponse:
         _check_batch(request.lease_ids)
+        reach("store.release")
         return pb.ReleaseResponse(statuses=map(_wire, self._table.release(request.lease_ids)))
 
     async def Exists(self, request: pb.ExistsRequest, context: Any) -> pb.ExistsResponse:

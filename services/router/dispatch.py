@@ -22,6 +22,7 @@ from diptych.errors import (
     InvalidRequestError,
     UnavailableError,
 )
+from diptych.fault_points import reach
 from diptych.proto import worker_pb2
 from diptych.services.router.inbox import Inbox
 from diptych.services.router.membership import Members
@@ -229,6 +230,7 @@ class Dispatcher:
             handoff_in=None if attempt.commit is None else commit_to_proto(attempt.commit),
         )
         job.link = link
+        reach("router.submit")
         await link.submit(message, job.inbox)
         self._metrics.attempts.labels(stage=attempt.stage.value).inc()
 
@@ -265,6 +267,7 @@ class Dispatcher:
             if step.outcome is Outcome.STALE:
                 self._metrics.stale_entries.inc()
                 continue
+            reach(f"router.{step.outcome.name.lower()}")
             # the books are closed first: who takes the last step may never ask for another
             if step.outcome is Outcome.LOST:
                 self._after_loss(job, attempt, route.reason)

@@ -9,6 +9,8 @@ import time
 import uuid
 from typing import Protocol
 
+from diptych import fault_points
+
 
 class Clock(Protocol):
     """What code that waits or draws needs; `SystemClock` is the real one."""
@@ -44,7 +46,7 @@ class SystemClock:
         return time.monotonic()
 
     def unix(self) -> float:
-        return time.time()
+        return time.time() + fault_points.wall_step_s()
 
     async def sleep(self, delay_s: float) -> None:
         await asyncio.sleep(delay_s)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from diptych.config import RedisConfig
+from diptych.config_checks import check_one_of
 from diptych.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -20,6 +21,7 @@ class StoreSettings:
     """Where the store is, and how it is used beyond hand-offs.
 
     `kvstore`: addresses, comma-separated; or the registry of the fields after it tells the nodes.
+    `transport`: as `StoreClient`'s.
     """
 
     kvstore: str = ""
@@ -31,12 +33,14 @@ class StoreSettings:
     write_through: bool = True
     store_decoded: bool = False
     lookup_timeout_s: float = 0.1
+    transport: str = "auto"
 
     def __post_init__(self) -> None:
         if not (self.kvstore or self.redis):
             raise ConfigError(
                 "StoreConnector needs kv_connector_extra_config['kvstore' or 'redis']"
             )
+        check_one_of("transport", self.transport, ("auto", "memory", "stream"))
 
     @classmethod
     def of(cls, settings: dict[str, Any]) -> StoreSettings:
@@ -60,7 +64,7 @@ class StoreSettings:
         """A client of the store; it connects when it is used."""
         from diptych.connectors.store_cluster import StoreCluster  # brings gRPC
 
-        return StoreCluster(self._nodes(), timeout_s=timeout_s)
+        return StoreCluster(self._nodes(), timeout_s=timeout_s, transport=self.transport)
 
     def _nodes(self) -> StoreNodes:
         from diptych.connectors.store_cluster import FixedNodes

@@ -31,6 +31,7 @@ from diptych.connectors.transfer_jobs import (
 )
 from diptych.engine.request import KVObject
 from diptych.errors import DiptychError
+from diptych.fault_points import reach
 
 logger = logging.getLogger(__name__)
 
@@ -183,10 +184,12 @@ class Transfers:
             if load.aborted or self._is_late(load.deadline_s):
                 return
             began = self._clock.monotonic()
+            reach("load.begin")
             self._copier.reach(store.pools())
             wanted = [_wanted(load.order, item) for item in batch]
             take = partial(self._take, load, batch, wanted)
             read = store.get_many([(o.key, o.num_bytes) for o in batch], take)
+            reach("load.end")
             for item, tokens, checksum in zip(batch, wanted, read, strict=True):
                 if load.aborted or not self._arrived(load.order, item, checksum):
                     return
@@ -204,6 +207,7 @@ class Transfers:
         view: memoryview,
     ) -> None:
         """Copy an object into its blocks, which nobody reads before it is verified."""
+        reach("load.read")
         if not load.aborted:
             start = batch[index].start_token
             self._copier.scatter(view, start, load.order.block_ids, wanted[index], load.mark)
@@ -236,9 +240,11 @@ class Transfers:
         for batch in batches(staged, self._copier.token_bytes):
             if save.sending.aborted or self._is_late(save.deadline_s):
                 return
+            reach("save.begin")
             self._copier.reach(store.pools())
             items = [self._outgoing(save, item) for item in batch]
             stored = store.put_many(items, save.order.tenant)
+            reach("save.end")
             for item, sent, checksum in zip(batch, items, stored, strict=True):
                 del save.pages[item.key]
                 if checksum is not None:
@@ -248,7 +254,12 @@ class Transfers:
 
     def _outgoing(self, save: Save, item: PageObject) -> Outgoing:
         page = save.pages[item.key]
-        return Outgoing(item.key, page.nbytes, partial(self._copier.fetch, page, save.mark))
+
+        def write(view: memoryview) -> None:
+            reach("save.write")
+            self._copier.fetch(page, save.mark, view)
+
+        return Outgoing(item.key, page.nbytes, write)
 
     def _unstage(self, save: Save, num_bytes: int) -> None:
         with self._wake:

@@ -23,6 +23,7 @@ from diptych.engine.core_channel import CoreChannel
 from diptych.engine.core_messages import Abort, Failed, Ready, Start, Step, Stop, Submit, ToEngine
 from diptych.engine.request import EngineCoreOutputs, EngineCoreRequest, FinishReason
 from diptych.errors import DiptychError, EngineError
+from diptych.fault_points import reach
 
 logger = logging.getLogger(__name__)
 
@@ -47,8 +48,10 @@ class EngineProcess:
                     return
                 self._handle(message)
             if self._core.has_work:
+                reach("engine.step")
                 outputs = self._core.step()
                 if outputs is not None:
+                    reach("engine.outputs")
                     self._channel.send(Step(outputs))
         self._channel.send(Failed(EngineError.__name__, self._core.failure))
 

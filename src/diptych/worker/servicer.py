@@ -19,6 +19,7 @@ from diptych.errors import (
     NoStreamError,
     UnavailableError,
 )
+from diptych.fault_points import reach
 from diptych.proto import worker_pb2, worker_pb2_grpc
 from diptych.rpc import PROTOCOL_VERSION
 from diptych.worker.engine import Engine
@@ -231,6 +232,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
             self._meet(request)
         # last, so that a repeat of this ticket is told that the first was accepted
         admitted = self._tickets.admit(ticket)
+        reach("worker.admitted")
         older = self._table.add(owned, queued_until_s=admitted.deadline_s)
         if older is not None:
             self._abort([older])
