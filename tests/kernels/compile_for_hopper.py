@@ -67,71 +67,83 @@ def compile_launch(self: JITFunction, *args: object, grid: object, warmup: bool,
     compiled[self.__name__] = compiled.get(self.__name__, 0) + 1
 
 
-def launch_all(dtype: torch.dtype, heads: int, kv_heads: int, dim: int, size: int, window: int):
-    def empty(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
-        return torch.empty(shape, dtype=dtype, device="meta")
+def empty(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
 
+
+def launch_attention(
+    dtype: torch.dtype, heads: int, kv_heads: int, dim: int, size: int, window: int = 0
+) -> None:
+    """Everything whose code depends on heads and pages."""
     ops, tokens = TritonOps(), 300
-    cache = empty(64, kv_heads, 2, 2, size, dim)
-    k_cache, v_cache = cache[:, :, 1, 0], cache[:, :, 1, 1]
-    q, k = empty(tokens, heads, dim), empty(tokens, kv_heads, dim)
-    positions = empty(tokens, dtype=torch.int64)
-    tables, lengths = empty(8, 32, dtype=torch.int32), empty(8, dtype=torch.int32)
-    starts = empty(9, dtype=torch.int32)
-    ops.store_kv(k, k, k_cache, v_cache, positions)
-    ops.rope(q, k, positions, empty(1000, dim, dtype=torch.float32))
-    table = empty(1000, dim, dtype=torch.float32)
-    ops.rope_store_kv(q, k, k, positions, table, k_cache, v_cache, positions)
-    norms = (empty(dim), empty(dim), 1e-5)
-    ops.rope_store_kv(q, k, k, positions, table, k_cache, v_cache, positions, *norms)
-    eights = empty(*cache.shape, dtype=torch.float8_e4m3fn)
-    eights = (eights[:, :, 1, 0], eights[:, :, 1, 1])
+    cache = empty(64, kv_heads, 2, 2, size, dim, dtype=dtype)
+    caches = cache[:, :, 1, 0], cache[:, :, 1, 1]
+    q, k = (empty(tokens, count, dim, dtype=dtype) for count in (heads, kv_heads))
+    positions, table = empty(tokens, dtype=torch.int64), empty(1000, dim, dtype=torch.float32)
+    ops.store_kv(k, k, *caches, positions)
+    ops.rope(q, k, positions, table)
+    ops.rope_store_kv(q, k, k, positions, table, *caches, positions)
+    norms = (empty(dim, dtype=dtype), empty(dim, dtype=dtype), 1e-5)
+    ops.rope_store_kv(q, k, k, positions, table, *caches, positions, *norms)
+    eights = caches[0].to(E4M3), caches[1].to(E4M3)
     ops.store_kv(k, k, *eights, positions, 0.5, 2.0)
     ops.rope_store_kv(q, k, k, positions, table, *eights, positions, *norms, 0.5, 2.0)
-    ops.rms_norm(q, empty(dim), 1e-5)
-    ops.add_rms_norm(empty(tokens, 512), empty(tokens, 512), empty(512), 1e-5)
-    ops.silu_mul(empty(tokens, 1024))
-    launch_linears(ops, dtype)
+    tables, lengths = empty(8, 32, dtype=torch.int32), empty(8, dtype=torch.int32)
+    starts = empty(9, dtype=torch.int32)
+    for hint in (0, 1):
+        ops.paged_prefill_attention(q, *caches, tables, starts, lengths, 0.1, window, hint)
+        ops.paged_decode_attention(q[:8], *caches, tables, lengths, 0.1, window, hint * 100)
+    ops.rms_norm(q, norms[0], 1e-5)
+    kv_checksums(cache, positions[:4], 0, 3 * size + 1)
+
+
+def launch_hopper_attention(dtype: torch.dtype) -> None:
+    """What only some heads and types take: prefill in Gluon, pages of e4m3."""
+    ops, q = TritonOps(), empty(300, 32, 128, dtype=dtype)
+    caches = [empty(64, 8, 64, 128, dtype=dtype)] * 2
+    tables, lengths = empty(8, 32, dtype=torch.int32), empty(8, dtype=torch.int32)
+    rest = (tables, empty(9, dtype=torch.int32), lengths, 0.1)
+    hopper_prefill_attention.hopper_prefill_attention(q, *caches, *rest)
+    eights = [cache.to(E4M3) for cache in caches]
+    unpack_pages(*eights, tables, lengths, 1.0, 1.0, dtype)
+    ops.paged_prefill_attention(q, *eights, *rest, max_query_len=4)
+    # few enough parts to be joined by one program
+    ops.paged_decode_attention(q[:8], *eights, tables, lengths, 0.1, max_seq_len=400)
+
+
+def launch_rows(dtype: torch.dtype, vocab_size: int) -> None:
+    """Everything whose code depends on the type, and not on heads."""
+    ops, tokens = TritonOps(), 300
+    weight, x = empty(4096, dtype=dtype), empty(tokens, 4096, dtype=dtype)
+    ops.add_rms_norm(x, x, weight, 1e-5)
+    ops.silu_mul(empty(tokens, 1024, dtype=dtype))
     for tile in (0, 128):
-        ops.quantise_rows(empty(tokens, 4096), tile)
-        quantise_rows.silu_mul_fp8(empty(tokens, 2 * 14336), tile)
-        ops.rms_norm_fp8(empty(tokens, 4096), empty(4096), 1e-5, tile)
+        ops.quantise_rows(x, tile)
+        quantise_rows.silu_mul_fp8(empty(tokens, 2 * 14336, dtype=dtype), tile)
+        ops.rms_norm_fp8(x, weight, 1e-5, tile)
         parts = empty(4, tokens, 4096, dtype=torch.float32)
-        ops.add_rms_norm_fp8(parts, empty(tokens, 4096), empty(4096), 1e-5, tile)
-    rows = positions[:8]
+        ops.add_rms_norm_fp8(parts, x, weight, 1e-5, tile)
+    rows = empty(8, dtype=torch.int64)
     state = (rows, rows, rows)
-    inputs = ops.read_rows(rows, *state, tables, size, 32)
+    inputs = ops.read_rows(rows, *state, empty(8, 32, dtype=torch.int32), 64, 32)
     ops.advance_rows(rows, inputs.input_ids, rows, rows, rows)
     ops.write_rows(rows, *state, *state)
-    for hint in (0, 1):
-        ops.paged_prefill_attention(q, k_cache, v_cache, tables, starts, lengths, 0.1, window, hint)
-        ops.paged_decode_attention(
-            q[:8], k_cache, v_cache, tables, lengths, 0.1, window, hint * 100
-        )
-    if (dtype, dim) == (torch.bfloat16, 128):
-        rest = (tables, starts, lengths, 0.1)
-        hopper_prefill_attention.hopper_prefill_attention(q, k_cache, v_cache, *rest)
-        kv = k_cache.to(E4M3), v_cache.to(E4M3)
-        unpack_pages(*kv, tables, lengths, 1.0, 1.0, dtype)
-        ops.paged_prefill_attention(q, *kv, *rest, max_query_len=4)
-        # few enough parts to be joined by one program
-        ops.paged_decode_attention(q[:8], *kv, tables, lengths, 0.1, max_seq_len=400)
-    kv_checksums(cache, positions[:4], 0, 3 * size + 1)
-    sampling = make_tables(8, 1000 * dim, torch.device("meta"))
+    sampling = make_tables(8, vocab_size, torch.device("meta"))
     for limits in (True, False):
-        ops.sample_rows(empty(8, 1000 * dim), rows, rows, sampling, limits)
+        ops.sample_rows(empty(8, vocab_size, dtype=dtype), rows, rows, sampling, limits)
 
 
-def launch_fp8_linear(ops: TritonOps, dtype: torch.dtype, tile: int) -> None:
+def launch_fp8_linears(dtype: torch.dtype, tile: int) -> None:
     def matrix(rows: int, columns: int, high: int) -> Fp8Tensor:
         wide = columns // tile if tile else 1
-        scale = torch.empty(-(-rows // high), wide, dtype=torch.float32, device="meta")
-        return Fp8Tensor(torch.empty(rows, columns, dtype=E4M3, device="meta"), scale)
+        scale = empty(-(-rows // high), wide, dtype=torch.float32)
+        return Fp8Tensor(empty(rows, columns, dtype=E4M3), scale)
 
-    for rows, columns in ((4096, 14336), (576, 512)):
-        for tokens in (1, 64, 100):
+    ops = TritonOps()
+    for rows, columns, counts in ((4096, 14336, (1, 64, 100)), (576, 512, (20,))):
+        for tokens in counts:
             x, weight = matrix(tokens, columns, 1), matrix(rows, columns, tile or 1)
-            bias = torch.empty(rows, dtype=dtype, device="meta")
+            bias = empty(rows, dtype=dtype)
             ops.fp8_linear(x, weight, dtype, bias)
             ops.fp8_linear_parts(x, weight, dtype)
             ops.fp8_gated_linear(x, weight, dtype, tile)
@@ -140,14 +152,12 @@ def launch_fp8_linear(ops: TritonOps, dtype: torch.dtype, tile: int) -> None:
             fp8_linear._launch(x, weight, None, torch.float32, 2)
 
 
-def launch_linears(ops: TritonOps, dtype: torch.dtype) -> None:
-    weight, bias = (
-        torch.empty(*shape, dtype=dtype, device="meta") for shape in ((4096, 4096), (4096,))
-    )
+def launch_linears(dtype: torch.dtype) -> None:
+    ops, weight = TritonOps(), empty(4096, 4096, dtype=dtype)
     for rows in (1, 32, 128):
-        x = torch.empty(rows, 4096, dtype=dtype, device="meta")
-        ops.linear(x, weight, bias)
-        ops.linear(x, weight, out=torch.empty(rows, 4096, device="meta"))
+        x = empty(rows, 4096, dtype=dtype)
+        ops.linear(x, weight, empty(4096, dtype=dtype))
+        ops.linear(x, weight, out=empty(rows, 4096, dtype=torch.float32))
         ops.linear_parts(x, weight)
         ops.gated_linear(x, weight)
 
@@ -159,10 +169,14 @@ if __name__ == "__main__":
     early_start._wanted.set(True)
     paged_decode_attention.num_multiprocessors = lambda device: 132
     tiles.converts_e4m3 = lambda device: True
-    launch_all(torch.bfloat16, 32, 8, 128, 64, 0)
+    launch_attention(torch.bfloat16, 32, 8, 128, 64)
+    launch_attention(torch.float32, 9, 3, 80, 16)
+    launch_attention(torch.float16, 4, 4, 64, 32, window=100)
+    launch_attention(torch.bfloat16, 4, 2, 256, 16)
+    launch_hopper_attention(torch.bfloat16)
+    launch_rows(torch.bfloat16, 128256)
+    launch_rows(torch.float32, 80001)
+    launch_linears(torch.bfloat16)
     for tile in (0, 128):
-        launch_fp8_linear(TritonOps(), torch.bfloat16, tile)
-    launch_all(torch.float32, 9, 3, 80, 16, 0)
-    launch_all(torch.float16, 4, 4, 64, 32, 100)
-    launch_all(torch.bfloat16, 4, 2, 256, 16, 0)
+        launch_fp8_linears(torch.bfloat16, tile)
     print(compiled)
