@@ -31,3 +31,23 @@ def test_architecture_names_functions_that_exist() -> None:
     for name, function in pairs:
         assert re.search(rf"\b(def|class) {function.split('.')[-1]}\b", (ROOT / name).read_text())
     assert len(pairs) >= 6
+
+
+def test_every_decision_has_a_number_of_its_own_and_bears_it() -> None:
+    decisions = sorted((ROOT / "docs" / "decisions").glob("*.md"))
+    numbers = [path.name[:4] for path in decisions]
+
+    assert numbers == [f"{i + 1:04}" for i in range(len(decisions))]
+    for number, path in zip(numbers, decisions, strict=True):
+        assert path.read_text().startswith(f"# {number}. ")
+
+
+def test_a_decision_that_is_mentioned_exists() -> None:
+    texts = [path.read_text() for path in DOCUMENTS]
+    for folder in ("kernels", "services", "src"):
+        texts += [path.read_text() for path in (ROOT / folder).rglob("*.py")]
+    have = {path.name[:4] for path in (ROOT / "docs" / "decisions").glob("*.md")}
+    linked = [re.findall(r"\[decision (\d{4})\]\(decisions/(\d{4})", text) for text in texts]
+
+    assert not [pair for pairs in linked for pair in pairs if pair[0] != pair[1]]
+    assert {n for text in texts for n in re.findall(r"decisions?[ /](\d{4})", text)} <= have
