@@ -5,10 +5,12 @@ The state of a request is a `RequestRoute` (pure); this file gives it workers, t
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from diptych.clock import Clock
 from diptych.connectors.tickets import TicketIssuer
@@ -30,6 +32,7 @@ from diptych.services.router.metrics import RouterMetrics
 from diptych.services.router.picker import Option, Picker, PickRequest
 from diptych.services.router.route import (
     Attempt,
+    HandoffWays,
     Outcome,
     Released,
     RequestRoute,
@@ -66,8 +69,23 @@ class _Job:
     route: RequestRoute
     inbox: Inbox
     deadline: float
-    link: WorkerLink | None = None
+    links: dict[str, WorkerLink] = field(default_factory=dict)
     prefill_incarnation: str = ""
+
+
+class _Choice(NamedTuple):
+    """Who takes the next attempt; `partner` is the decode worker of a pair."""
+
+    link: WorkerLink
+    stage: Stage
+    partner: WorkerLink | None
+
+
+class _Refusal(NamedTuple):
+    """A worker that did not take its part of an attempt."""
+
+    link: WorkerLink
+    error: DiptychError
 
 
 class Dispatcher:
@@ -81,7 +99,10 @@ class Dispatcher:
         clock: Clock,
         metrics: RouterMetrics,
         times: DispatchTimes | None = None,
+        ways: HandoffWays | None = None,
     ) -> None:
+        """`ways`: how KV may move; through the store alone if absent."""
+        self._ways = ways
         self._members = members
         self._picker = picker
         self._tickets = tickets
@@ -117,7 +138,7 @@ class Dispatcher:
         max_tokens = request.sampling_params.max_tokens or 1
         job = _Job(
             request=request,
-            route=RequestRoute(max_tokens),
+            route=RequestRoute(max_tokens, ways=self._ways),
             inbox=Inbox(max_tokens + 64),
             deadline=deadline,
         )
@@ -144,26 +165,25 @@ class Dispatcher:
         busy: CapacityError | None = None
         while True:
             self._check_bounds(job, busy)
-            option = self._choose(job)
-            if option is None:
+            choice = self._choose(job)
+            if choice is None:
                 if busy is not None:
                     raise busy
                 await self._await_worker(job)
                 continue
-            link = self._link(option.worker.key)
-            attempt = job.route.begin(link, option.stage)
-            try:
-                await self._submit(job, link, attempt)
-            except CapacityError as error:
-                busy = error
-                job.route.fail(error.message)
-            except InvalidRequestError:
-                raise
-            except DiptychError as error:
-                logger.warning("%s on %s: %s", job.request.request_id, link.address, error)
-                job.route.fail(error.message)
-            else:
+            attempt = job.route.begin(*choice)
+            refusal = await self._submit(job, choice, attempt)
+            if refusal is None:
                 return attempt
+            link, error = refusal
+            if isinstance(error, InvalidRequestError):
+                raise error
+            if isinstance(error, CapacityError):
+                busy = error
+            else:
+                logger.warning("%s on %s: %s", job.request.request_id, link.address, error)
+            job.route.fail(error.message, link.key)
+            self._release(job, attempt)
             self._metrics.attempts_failed.labels(stage=attempt.stage.value).inc()
 
     def _check_bounds(self, job: _Job, busy: CapacityError | None) -> None:
@@ -177,11 +197,19 @@ class Dispatcher:
         if self._stopping:
             raise DrainingError("the router stops; ask again")
 
-    def _choose(self, job: _Job) -> Option | None:
+    def _choose(self, job: _Job) -> _Choice | None:
         ready = {link.key: link for link in self._members.ready}
         stages = job.route.options(ready.values())
         if not stages:
             return None
+        option = self._pick(job, ready, stages)
+        link, partner = ready[option.worker.key], None
+        if option.stage is Stage.PAIR:
+            partners = job.route.partners(ready.values(), link)
+            partner = ready[self._pick(job, ready, partners).worker.key]
+        return _Choice(link, option.stage, partner)
+
+    def _pick(self, job: _Job, ready: dict[str, WorkerLink], stages: dict[str, Stage]) -> Option:
         options = [Option(ready[key], stage) for key, stage in stages.items()]
         request = PickRequest(
             request_id=job.request.request_id,
@@ -190,9 +218,6 @@ class Dispatcher:
             priority=job.request.priority,
         )
         return self._picker.pick(options, request)
-
-    def _link(self, key: str) -> WorkerLink:
-        return next(link for link in self._members.ready if link.key == key)
 
     async def _await_worker(self, job: _Job) -> None:
         """Nobody is left: a request that has begun waits for a worker to come back.
@@ -213,12 +238,40 @@ class Dispatcher:
                 raise UnavailableError(f"no worker is left: {job.route.reason}")
             await self._members.wait_change(remaining_s)
 
-    async def _submit(self, job: _Job, link: WorkerLink, attempt: Attempt) -> None:
-        request = job.request
-        if attempt.stage is Stage.PREFILL:
+    async def _submit(self, job: _Job, choice: _Choice, attempt: Attempt) -> _Refusal | None:
+        """Give the attempt to its worker, or to both of a pair at once."""
+        link, stage, partner = choice
+        links = [link] if partner is None else [link, partner]
+        if stage in (Stage.PREFILL, Stage.PAIR):
             job.prefill_incarnation = link.info.incarnation
-        message = worker_pb2.SubmitRequest(
-            ticket=self._ticket(job, link, attempt),
+        messages = [self._message(job, attempt, each, links) for each in links]
+        job.links = {each.key: each for each in links}
+        reach("router.submit")
+        results = await asyncio.gather(
+            *(each.submit(m, job.inbox) for each, m in zip(links, messages, strict=True)),
+            return_exceptions=True,
+        )
+        refusals = []
+        for each, result in zip(links, results, strict=True):
+            if isinstance(result, DiptychError):
+                refusals.append(_Refusal(each, result))
+            elif result is not None:
+                raise result
+        if refusals:
+            # what can never run is said at once, whoever says it
+            return min(refusals, key=lambda r: not isinstance(r.error, InvalidRequestError))
+        self._metrics.attempts.labels(stage=attempt.stage.value).inc()
+        return None
+
+    def _message(
+        self, job: _Job, attempt: Attempt, link: WorkerLink, links: list[WorkerLink]
+    ) -> worker_pb2.SubmitRequest:
+        """What one of the attempt's workers is told."""
+        request = job.request
+        peer = next((each.peer for each in links if each is not link), None)
+        is_prefill = attempt.stage in (Stage.PREFILL, Stage.PAIR) and link is links[0]
+        return worker_pb2.SubmitRequest(
+            ticket=self._ticket(job, attempt, links),
             prompt_token_ids=request.prompt_token_ids,
             output_token_ids=attempt.output_token_ids,
             sampling=sampling_to_proto(request.sampling_params),
@@ -226,23 +279,23 @@ class Dispatcher:
             priority=request.priority,
             cache_salt=request.cache_salt,
             tenant=request.tenant,
-            handoff_out=attempt.stage is Stage.PREFILL,
+            handoff_out=is_prefill,
             handoff_in=None if attempt.commit is None else commit_to_proto(attempt.commit),
+            handoff_peer=peer,
         )
-        job.link = link
-        reach("router.submit")
-        await link.submit(message, job.inbox)
-        self._metrics.attempts.labels(stage=attempt.stage.value).inc()
 
-    def _ticket(self, job: _Job, link: WorkerLink, attempt: Attempt) -> worker_pb2.Ticket:
-        own = link.info.incarnation
-        prefill = job.prefill_incarnation if attempt.stage is Stage.DECODE else ""
+    def _ticket(self, job: _Job, attempt: Attempt, links: list[WorkerLink]) -> worker_pb2.Ticket:
+        """One for each Submit: every one has a nonce of its own."""
+        by_role = {link.role: link.info.incarnation for link in links}
+        prefill = by_role.get(Role.PREFILL, "")
+        if attempt.stage is Stage.DECODE:
+            prefill = job.prefill_incarnation
         return self._tickets.issue(
             job.request.request_id,
             epoch=attempt.epoch,
             ttl_ms=max(1, int((job.deadline - self._clock.monotonic()) * 1000)),
-            prefill_incarnation=own if link.role is Role.PREFILL else prefill,
-            decode_incarnation="" if link.role is Role.PREFILL else own,
+            prefill_incarnation=prefill,
+            decode_incarnation=by_role.get(Role.DECODE, by_role.get(Role.AGGREGATED, "")),
         )
 
     async def _follow(self, job: _Job, attempt: Attempt) -> AsyncGenerator[Step, None]:
@@ -254,57 +307,80 @@ class Dispatcher:
             event = await job.inbox.get(min(wait_until, job.deadline) - now)
             self._check_stop()
             if event is None:
-                if self._clock.monotonic() >= job.deadline:
-                    raise DeadlineError("the request's deadline passed")
-                self._lose(job, attempt, f"nothing came from {attempt.worker_key} in time")
+                self._give_up(job, attempt)
                 return
             if event.entry is None:
-                if event.worker_key == attempt.worker_key:
-                    self._lose(job, attempt, event.reason)
+                if route.on_lost(event.worker_key, event.reason):
+                    self._after_loss(job, attempt)
                     return
                 continue
-            step = route.on_entry(event.worker_key, event.entry)
-            if step.outcome is Outcome.STALE:
-                self._metrics.stale_entries.inc()
-                continue
-            reach(f"router.{step.outcome.name.lower()}")
-            # the books are closed first: who takes the last step may never ask for another
-            if step.outcome is Outcome.LOST:
-                self._after_loss(job, attempt, route.reason)
-            elif step.outcome is not Outcome.CONTINUE:
-                self._forget(job, attempt)
-            yield step
-            if step.outcome is not Outcome.CONTINUE:
-                return
-            wait_until = job.deadline
-            if attempt.stage is Stage.PREFILL and route.num_tokens:
+            for step in route.steps(event.worker_key, event.entry):
+                if step.outcome is Outcome.STALE:
+                    self._metrics.stale_entries.inc()
+                    continue
+                reach(f"router.{step.outcome.name.lower()}")
+                # the books are closed first: who takes the last step may never ask for another
+                self._close_books(job, attempt, step.outcome, event.worker_key)
+                yield step
+                if step.outcome in _ENDS:
+                    return
+            if route.num_tokens:
+                wait_until = job.deadline
+            if route.awaits_handoff:
                 wait_until = self._clock.monotonic() + self._times.handoff_s
 
-    def _lose(self, job: _Job, attempt: Attempt, reason: str) -> None:
-        job.route.fail(reason)
-        self._after_loss(job, attempt, reason)
+    def _close_books(self, job: _Job, attempt: Attempt, outcome: Outcome, worker_key: str) -> None:
+        """Let go of workers that have nothing left to do for the attempt."""
+        if outcome is Outcome.LOST:
+            self._after_loss(job, attempt)
+        elif outcome is Outcome.TAKEN_OVER:
+            self._release(job, attempt, attempt.worker_key, ended=worker_key)
+        elif outcome in _ENDS:
+            self._release(job, attempt, ended=worker_key)
 
-    def _after_loss(self, job: _Job, attempt: Attempt, reason: str) -> None:
+    def _give_up(self, job: _Job, attempt: Attempt) -> None:
+        """Nothing came for too long.
+
+        Raises:
+            DeadlineError: the request's own deadline passed.
+        """
+        if self._clock.monotonic() >= job.deadline:
+            raise DeadlineError("the request's deadline passed")
+        # a hand-off that does not come is the fault of the two, token 1 that of prefill
+        late = None if job.route.awaits_handoff else attempt.worker_key
+        job.route.fail(f"nothing came from {attempt.worker_key} in time", late)
+        self._after_loss(job, attempt)
+
+    def _after_loss(self, job: _Job, attempt: Attempt) -> None:
         logger.warning(
             "%s epoch %d (%s) is lost: %s",
             job.request.request_id,
             attempt.epoch,
             attempt.stage.value,
-            reason,
+            job.route.reason,
         )
         self._metrics.attempts_failed.labels(stage=attempt.stage.value).inc()
-        if job.link is not None:
-            job.link.cancel(job.request.request_id, attempt.epoch)
-            job.link = None
+        self._release(job, attempt)
 
-    def _forget(self, job: _Job, attempt: Attempt) -> None:
-        """The attempt ended by itself at its worker."""
-        if job.link is not None:
-            job.link.forget(job.request.request_id, attempt.epoch)
-            job.link = None
+    def _release(
+        self, job: _Job, attempt: Attempt, only: str | None = None, *, ended: str = ""
+    ) -> None:
+        """Cancel the attempt on its workers, or on one. Where it `ended` by itself it is only
+        forgotten."""
+        for key in [only] if only is not None else list(job.links):
+            link = job.links.pop(key, None)
+            if link is None:
+                continue
+            if key == ended:
+                link.forget(job.request.request_id, attempt.epoch)
+            else:
+                link.cancel(job.request.request_id, attempt.epoch)
 
     def _cancel(self, job: _Job) -> None:
         """The request is over here; whoever still works for it shall stop."""
         attempt = job.route.attempt
-        if job.link is not None and attempt is not None:
-            job.link.cancel(job.request.request_id, attempt.epoch)
+        if attempt is not None:
+            self._release(job, attempt)
+
+
+_ENDS = (Outcome.FINISHED, Outcome.HANDED_OVER, Outcome.LOST)

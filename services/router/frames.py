@@ -85,4 +85,5 @@ def _with_extra(entry: Entry, extra: worker_pb2.EntryExtra) -> Entry:
         ),
         commit=commit_from_proto(extra.commit) if has("commit") else None,
         error=extra.error if has("error") else None,
+        handoff_failed=extra.handoff_failed if has("handoff_failed") else None,
     )

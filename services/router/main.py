@@ -35,7 +35,9 @@ from diptych.services.router.membership import (
 from diptych.services.router.metrics import RouterMetrics
 from diptych.services.router.picker import LeastLoaded
 from diptych.services.router.request_ids import InternalIds
+from diptych.services.router.route import HandoffWays, StoreOnly
 from diptych.services.router.served import Served
+from diptych.services.router.ways import Auto, Direct
 from diptych.services.router.worker_link import LinkTimes, WorkerLink
 from diptych.text.chat_template import ChatTemplate
 from diptych.text.processor import Processor
@@ -46,6 +48,7 @@ logger = logging.getLogger(__name__)
 # after the drain; aiohttp waits twice this long before it cancels a handler
 _HANDLERS_END_S = 0.25
 _CUT_S = 0.5
+_WAYS: dict[str, HandoffWays] = {"store": StoreOnly(), "direct": Direct(), "auto": Auto()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,6 +201,7 @@ class _Routing:
             clock,
             metrics,
             dispatch_times or DispatchTimes(first_token_s=router.first_token_timeout_s),
+            _WAYS[router.handoff],
         )
         return cls(incarnation, members, dispatcher, metrics)
 

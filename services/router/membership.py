@@ -75,8 +75,22 @@ class Members:
 
     def _on_change(self) -> None:
         self._sweep()
+        self._introduce()
         self._changed.set()
         self._changed = asyncio.Event()
+
+    def _introduce(self) -> None:
+        """Tell decode workers whom they may be asked to read from."""
+        ready = [link for link in self.ready if link.direct]
+        for decode in ready:
+            if decode.role is Role.DECODE:
+                decode.meet(
+                    [
+                        link.peer
+                        for link in ready
+                        if link.role is Role.PREFILL and link.kv_namespace == decode.kv_namespace
+                    ]
+                )
 
     def _sweep(self, *, connected_too: bool = False) -> None:
         for address in self._links.keys() - self._wanted:

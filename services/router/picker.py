@@ -37,7 +37,7 @@ class Candidate(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """A worker and what it would do."""
+    """A worker and what it would do. The decode worker of a pair is chosen on its own."""
 
     worker: Candidate
     stage: Stage
@@ -65,6 +65,6 @@ class LeastLoaded:
     @staticmethod
     def _load(option: Option) -> tuple[float, float]:
         worker = option.worker
-        if option.stage is Stage.PREFILL:
+        if option.stage in (Stage.PREFILL, Stage.PAIR):
             return (worker.num_tokens_in_flight, worker.num_requests)
         return (worker.num_requests, worker.num_tokens_in_flight)

@@ -55,6 +55,16 @@ class RoutableWorker(Protocol):
     def role(self) -> Role: ...
     @property
     def kv_namespace(self) -> str: ...
+    @property
+    def incarnation(self) -> str: ...
+    @property
+    def direct(self) -> bool:
+        """Whether its memory can be read, or it can read another's."""
+        ...
+
+    def reads(self, incarnation: str) -> bool:
+        """Whether its link to that worker passed its test."""
+        ...
 
 
 class HandoffWays(Protocol):
@@ -111,6 +121,7 @@ class Entry:
     prompt_logprobs: TokenLogprobs | None = None
     commit: KVCommit | None = None
     error: str | None = None
+    handoff_failed: str | None = None
 
 
 class Outcome(enum.Enum):
@@ -261,14 +272,13 @@ class RequestRoute:
         return self._attempt
 
     def fail(self, reason: str, worker_key: str | None = None) -> None:
-        """The current attempt came to nothing. Its worker is left out of the next one; of a pair
-        the one that is named, and in any case the two are no pair again."""
+        """The current attempt came to nothing; its worker is left out of the next one. Of a pair it
+        is the worker that is named; without a name the two are no pair again."""
         attempt = self._attempt
-        if attempt is not None:
-            if attempt.stage is Stage.PAIR:
-                self._failed_pairs.add(attempt.keys)
-            self._excluded.update((attempt.worker_key,) if attempt.decode_key is None else ())
-            self._excluded.update(() if worker_key is None else (worker_key,))
+        if attempt is not None and attempt.stage is Stage.PAIR and worker_key is None:
+            self._failed_pairs.add(attempt.keys)
+        elif attempt is not None:
+            self._excluded.add(worker_key or attempt.worker_key)
         self._attempt = None
         self._failures_left -= 1
         self._reason = reason
@@ -304,8 +314,8 @@ class RequestRoute:
             return Step(Outcome.STALE, None)
         if self._is_over(attempt, worker_key):
             return Step(Outcome.STALE, None)
-        if entry.error is not None or entry.finish_reason in _NO_ANSWER:
-            self.fail(entry.error or "the worker aborted the request")
+        if (failure := self._failure(attempt, entry)) is not None:
+            self.fail(failure, None if _is_of_both(entry) else worker_key)
             return Step(Outcome.LOST, None)
         if entry.first_position > len(self._tokens):
             if worker_key == attempt.decode_key and len(self._early) <= self._max_tokens:
@@ -320,6 +330,17 @@ class RequestRoute:
         if outcome in (Outcome.FINISHED, Outcome.HANDED_OVER):
             self._attempt = None
         return Step(outcome, released)
+
+    @staticmethod
+    def _failure(attempt: Attempt, entry: Entry) -> str | None:
+        """Why the attempt comes to nothing by this entry; None where it does not."""
+        if entry.handoff_failed is not None:
+            return f"hand-off: {entry.handoff_failed}"
+        if entry.error is not None or entry.finish_reason in _NO_ANSWER:
+            return entry.error or "the worker aborted the request"
+        if attempt.stage is Stage.PAIR and entry.commit and not entry.commit.num_tokens:
+            return "hand-off: decode did not take the KV"
+        return None
 
     def _is_over(self, attempt: Attempt, worker_key: str) -> bool:
         """Whether this is the prefill of a pair whose decode goes on by itself."""
@@ -342,9 +363,11 @@ class RequestRoute:
                 self._commit, self._commit_namespace = entry.commit, self._namespace
             if self._commit is not None and num_tokens:
                 return Outcome.HANDED_OVER
-        if worker_key == attempt.decode_key and entry.token_ids and not self._taken_over:
-            self._taken_over = True
-            return Outcome.TAKEN_OVER
+        if attempt.stage is Stage.PAIR and not self._taken_over:
+            # prefill's commit says that decode has all of it
+            by_word = entry.token_ids if worker_key == attempt.decode_key else entry.commit
+            self._taken_over = bool(by_word)
+            return Outcome.TAKEN_OVER if by_word else Outcome.CONTINUE
         return Outcome.CONTINUE
 
     def _count_cached(self, attempt: Attempt, entry: Entry) -> None:
@@ -378,6 +401,11 @@ class RequestRoute:
 
 
 _NO_ANSWER = (FinishReason.ABORT, FinishReason.ERROR)
+
+
+def _is_of_both(entry: Entry) -> bool:
+    """Whether an entry that ends a pair blames the two of them, not its worker."""
+    return entry.handoff_failed is not None or entry.commit is not None
 
 
 def _from_token(packed: TokenLogprobs | None, start: int) -> TokenLogprobs | None:

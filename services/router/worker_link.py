@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Coroutine
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Protocol, Self
@@ -91,12 +91,14 @@ class WorkerLink:
         self._on_change = on_change
         self._running: dict[str, _Running] = {}
         self._cancels: dict[str, int] = {}
+        self._peers: dict[str, worker_pb2.HandoffPeer] = {}
+        self._peers_sent: set[str] = set()
         self._wake = asyncio.Event()
         self._streaming = False
         self._greeted_incarnation = ""
         self._last_sequence = 0
         self._acked_sequence = 0
-        self._num_submitting = 0
+        self._submitting: set[tuple[str, int]] = set()
         self._heard_at = clock.monotonic()
         self._tasks: list[asyncio.Task[None]] = []
         self._session: asyncio.Task[None] | None = None
@@ -115,6 +117,32 @@ class WorkerLink:
     @property
     def kv_namespace(self) -> str:
         return self.info.kv_namespace
+
+    @property
+    def incarnation(self) -> str:
+        return self.info.incarnation
+
+    @property
+    def direct(self) -> bool:
+        """Whether its memory can be read, or it can read another's."""
+        return self.info.direct
+
+    def reads(self, incarnation: str) -> bool:
+        """Whether its link to that worker passed its test."""
+        return any(link.incarnation == incarnation for link in self.info.handoff_links)
+
+    def meet(self, peers: Collection[worker_pb2.HandoffPeer]) -> None:
+        """Have the worker open links to these, whom it may be asked to read from."""
+        self._peers = {peer.incarnation: peer for peer in peers}
+        if self._peers.keys() != self._peers_sent:
+            self._wake.set()
+
+    @property
+    def peer(self) -> worker_pb2.HandoffPeer:
+        """The worker as the other half of a direct hand-off knows it."""
+        return worker_pb2.HandoffPeer(
+            worker_id=self.info.worker_id, incarnation=self.incarnation, address=self.address
+        )
 
     @property
     def connected(self) -> bool:
@@ -145,30 +173,39 @@ class WorkerLink:
     @property
     def num_requests(self) -> int:
         """Requests it has, of all routers: the larger of what it says and what we know."""
-        reported = self.load.num_running + self.load.num_waiting + self._num_submitting
+        reported = self.load.num_running + self.load.num_waiting + len(self._submitting)
         return max(reported, len(self._running))
 
-    async def submit(self, request: worker_pb2.SubmitRequest, listener: Listener) -> None:
-        """Queue a request; what the worker says of it goes to `listener` until it is forgotten.
+    def submit(
+        self, request: worker_pb2.SubmitRequest, listener: Listener
+    ) -> Coroutine[Any, Any, None]:
+        """Queue a request; what the worker says of it goes to `listener` until it is forgotten. It
+        counts as load from this call on, before it is awaited.
 
         Raises:
-            DiptychError: the worker refused, or did not answer in time. Whether it may all the same
-                run the request is settled by a cancel.
+            DiptychError: (when awaited) the worker refused, or did not answer in time. Whether it
+                may all the same run the request is settled by a cancel.
         """
+        ticket = request.ticket
+        if self._streaming:
+            num_tokens = len(request.prompt_token_ids)
+            self._running[ticket.request_id] = _Running(listener, ticket.epoch, num_tokens)
+        self._submitting.add((ticket.request_id, ticket.epoch))
+        return self._submit(request, was_streaming=self._streaming)
+
+    async def _submit(self, request: worker_pb2.SubmitRequest, *, was_streaming: bool) -> None:
         request_id, epoch = request.ticket.request_id, request.ticket.epoch
-        if not self._streaming:
-            raise UnavailableError(f"worker {self.address} has no stream")
-        self._running[request_id] = _Running(listener, epoch, len(request.prompt_token_ids))
-        self._num_submitting += 1
         accepted = False
         try:
+            if not was_streaming:
+                raise UnavailableError(f"worker {self.address} has no stream")
             response = await _finish(self._stub.Submit(request, timeout=self._times.submit_s))
             self.load = response.load
             accepted = True
         except grpc.aio.AioRpcError as error:
             raise error_from_rpc(error) from None
         finally:
-            self._num_submitting -= 1
+            self._submitting.discard((request_id, epoch))
             if not accepted:
                 self.cancel(request_id, epoch)
 
@@ -180,6 +217,7 @@ class WorkerLink:
 
     def forget(self, request_id: str, epoch: int) -> None:
         """The request is over: its listener hears no more."""
+        self._submitting.discard((request_id, epoch))
         running = self._running.get(request_id)
         if running is not None and running.epoch <= epoch:
             del self._running[request_id]
@@ -306,9 +344,14 @@ class WorkerLink:
             self._wake.set()
 
     async def _write(self, call: Any) -> None:
-        """Send cancels at once, acknowledgements with them or when many frames have come."""
+        """Send cancels and peers at once, acknowledgements with them or when many frames came."""
+        self._peers_sent = set()
         while True:
             self._wake.clear()
+            if self._peers.keys() != self._peers_sent:
+                self._peers_sent = set(self._peers)
+                peers = worker_pb2.HandoffPeers(peers=self._peers.values())
+                await call.write(worker_pb2.RouterMessage(handoff_peers=peers))
             if self._cancels:
                 cancels, self._cancels = self._cancels, {}
                 await call.write(

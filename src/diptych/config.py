@@ -20,6 +20,7 @@ from diptych.errors import ConfigError
 
 GIB = 1 << 30
 MIB = 1 << 20
+HANDOFFS = ("store", "direct", "auto")
 
 
 def _flag(default: Any, text: str) -> Any:
@@ -228,7 +229,9 @@ class RouterConfig:
         default_factory=list,
         metadata={"help": "host:port of workers; from the registry if absent"},
     )
-    handoff: str = _flag("store", "how KV moves: store")
+    handoff: str = _flag(
+        "store", "how KV moves: store, direct (from memory to memory), or auto (what works)"
+    )
     max_body_bytes: int = _flag(4 * MIB, "largest HTTP body")
     max_in_flight: int = _flag(2048, "requests beyond which new ones get 429")
     request_timeout_s: float = _flag(600.0, "deadline of a request")
@@ -241,7 +244,7 @@ class RouterConfig:
 
     def __post_init__(self) -> None:
         check_ports(self, "port", "grpc_port", "admin_port")
-        check_one_of("handoff", self.handoff, ("store",))
+        check_one_of("handoff", self.handoff, HANDOFFS)
         check_positive(self, "max_body_bytes", "max_in_flight", "request_timeout_s")
         check_positive(self, "first_token_timeout_s")
         check_not_negative(self, "drain_s")

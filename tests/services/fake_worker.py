@@ -14,7 +14,7 @@ from diptych.proto import common_pb2, worker_pb2, worker_pb2_grpc
 from diptych.rpc import PROTOCOL_VERSION, RpcServer, Service
 
 PREFILL, DECODE, AGGREGATED = 1, 2, 3
-STOP, LENGTH = 1, 2
+STOP, LENGTH, ERROR = 1, 2, 4
 
 
 class FakeWorker(worker_pb2_grpc.WorkerServicer):
@@ -31,6 +31,10 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         self.pause_at: int | None = None  # position before which every request waits
         self.resume = asyncio.Event()
         self.commits = True
+        self.direct = False
+        self.reads: list[FakeWorker] = []  # whose memory it can read, tested
+        self.peers: list[str] = []  # incarnations that the router told it of
+        self.handoff_failure = ""  # why it cannot read, if so
         self.max_model_len = 1024
         self.port = 0
         self._server: RpcServer | None = None
@@ -95,6 +99,10 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
             protocol_version=PROTOCOL_VERSION,
             max_model_len=self.max_model_len,
             address=self.address,
+            direct=self.direct,
+            handoff_links=[
+                worker_pb2.HandoffLink(incarnation=f"{w.worker_id}-{w.life}") for w in self.reads
+            ],
         )
 
     async def Submit(
@@ -129,6 +137,8 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
 
     async def _read(self, messages: Any) -> None:
         async for message in messages:
+            if message.HasField("handoff_peers"):
+                self.peers = [peer.incarnation for peer in message.handoff_peers.peers]
             if message.HasField("cancel"):
                 pairs = zip(message.cancel.request_ids, message.cancel.epochs, strict=True)
                 for request_id, epoch in pairs:
@@ -138,7 +148,13 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
 
     async def _run(self, request: worker_pb2.SubmitRequest) -> None:
         limit = request.sampling.max_tokens
-        for position in range(len(request.output_token_ids), min(len(self.script), limit)):
+        first = len(request.output_token_ids)
+        if request.HasField("handoff_peer") and not request.handoff_out:
+            if self.handoff_failure:
+                await self.say(request, first, [], finish=ERROR, failure=self.handoff_failure)
+                return
+            first += 1  # its peer samples the first one
+        for position in range(first, min(len(self.script), limit)):
             if position == self.pause_at:
                 await self.resume.wait()
             ends = 0
@@ -160,6 +176,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         *,
         finish: int = 0,
         commit: bool = False,
+        failure: str = "",
         epoch: int | None = None,
     ) -> None:
         """Send one frame with one entry."""
@@ -179,6 +196,8 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         extra = worker_pb2.EntryExtra(entry=0)
         if commit:
             extra.commit.CopyFrom(_commit(request))
+        if failure:
+            extra.handoff_failed = failure
         if token_ids and request.sampling.HasField("logprobs"):
             extra.logprobs.CopyFrom(_logprobs(token_ids, request.sampling.logprobs))
         if position == 0 and request.sampling.HasField("prompt_logprobs"):

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from diptych.engine.request import FinishReason
+from diptych.engine.request import FinishReason, KVCommit
 from diptych.services.router.route import (
     Attempt,
     Entry,
@@ -22,6 +22,7 @@ from diptych.services.router.route import (
     Stage,
     Step,
 )
+from diptych.services.router.ways import Auto, Direct
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,15 @@ class Worker:
     key: str
     role: Role
     kv_namespace: str = "ns"
+    direct: bool = True
+    links: frozenset[str] = frozenset()
+
+    @property
+    def incarnation(self) -> str:
+        return self.key
+
+    def reads(self, incarnation: str) -> bool:
+        return incarnation in self.links
 
 
 @dataclass(frozen=True)
@@ -176,7 +186,7 @@ def test_a_prefill_is_not_missed_once_decode_has_taken_over() -> None:
 
 def test_a_failed_read_goes_to_another_pair_then_to_decode_alone() -> None:
     route = pair()
-    assert say(route, "d1", entry(0, error="the lease lapsed")) == ([], [Outcome.LOST])
+    assert say(route, "d1", entry(0, handoff_failed="the lease lapsed")) == ([], [Outcome.LOST])
     assert route.options([P1, D1]) == {"d1": Stage.WHOLE}
     assert route.options([P1, P2, D1]) == {"p2": Stage.PAIR}
     route.begin(P2, Stage.PAIR, D1)
@@ -186,8 +196,40 @@ def test_a_failed_read_goes_to_another_pair_then_to_decode_alone() -> None:
 
 def test_a_failed_read_goes_through_the_store_where_there_is_one() -> None:
     route = pair(through_store=True)
-    say(route, "d1", entry(0, error="the lease lapsed"))
+    say(route, "d1", entry(0, handoff_failed="the lease lapsed"))
     assert route.options([P1, D1]) == {"p1": Stage.PREFILL}
+
+
+def test_prefills_commit_says_that_decode_has_all() -> None:
+    route = pair()
+    say(route, "p1", entry(0, 11))
+    commit = KVCommit(epoch=1, kv_namespace="ns", num_tokens=5, objects=[], connector="D")
+    assert say(route, "p1", entry(1, commit=commit)) == ([], [Outcome.TAKEN_OVER])
+    assert not route.on_lost("p1", "gone")
+    assert say(route, "d1", entry(1, 12)) == ([12], [Outcome.CONTINUE])
+
+
+def test_kv_that_decode_did_not_take_is_a_loss() -> None:
+    route = pair()
+    say(route, "p1", entry(0, 11))
+    commit = KVCommit(epoch=1, kv_namespace="ns", num_tokens=0, objects=[], connector="D")
+    assert say(route, "p1", entry(1, commit=commit)) == ([], [Outcome.LOST])
+    assert route.options([P1, D1]) == {"d1": Stage.WHOLE}
+
+
+def test_a_worker_with_an_error_of_its_own_is_left_out() -> None:
+    route = pair()
+    assert say(route, "d1", entry(0, error="the engine died")) == ([], [Outcome.LOST])
+    assert route.partners([D1, D2], P1) == {"d2": Stage.DECODE}
+
+
+def test_direct_takes_every_pair_that_could_and_auto_only_those_whose_link_was_tested() -> None:
+    linked = Worker("d3", Role.DECODE, links=frozenset({"p1"}))
+    other = Worker("d4", Role.DECODE, direct=False)
+    assert [Direct().direct(P1, decode) for decode in (D1, linked, other)] == [True, True, False]
+    assert [Auto().direct(P1, decode) for decode in (D1, linked, other)] == [False, True, False]
+    assert not Direct().through_store
+    assert Auto().through_store
 
 
 class Client:
@@ -245,7 +287,9 @@ def test_the_client_gets_each_position_once_and_in_order_whatever_workers_say(
         if kind.startswith("lose"):
             client.route.on_lost(prefill if kind == "lose prefill" else decode, "gone")
         elif kind == "error":
-            client.hear(decode, entry(position, epoch=attempt.epoch, error="the read failed"))
+            client.hear(
+                decode, entry(position, epoch=attempt.epoch, handoff_failed="the read failed")
+            )
         else:
             first = len(attempt.output_token_ids)
             if kind == "decode":

@@ -23,6 +23,11 @@ class Worker:
     key: str
     role: Role
     kv_namespace: str = "ns"
+    incarnation: str = "1"
+    direct: bool = False
+
+    def reads(self, incarnation: str) -> bool:
+        return False
 
 
 P1, P2 = Worker("p1", Role.PREFILL), Worker("p2", Role.PREFILL)
