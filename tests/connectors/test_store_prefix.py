@@ -277,6 +277,31 @@ def test_decoded_pages_are_found_by_the_next_turn(node: Node, make_core: MakeCor
     assert second.stats.prompt_tokens_external_kv_transfer == 256
 
 
+def test_decode_stores_what_it_adds_to_a_prompt_that_was_handed_over(
+    node: Node, make_core: MakeCore
+) -> None:
+    prefill = make_core(node)
+    decode = make_core(node, write_through=False, store_decoded=True)
+    prefill.add_request(make_request("a", PROMPT, transfer=KVTransferParams(do_remote_decode=True)))
+    commits: list[KVCommit] = []
+    first: list[int] = []
+    while prefill.has_work:
+        outputs = prefill.step()
+        if outputs is not None:
+            first += outputs.token_ids
+            commits += outputs.commits.values()
+    assert num_stored(node) == 4  # three pages and the tail
+    params = KVTransferParams(commit=commits[0])
+    request = make_request("a", PROMPT, output=first, transfer=params, max_tokens=130)
+    answer = [*first, *run(decode, request)["a"]]
+    # the pages that the answer completes, and none of those that prefill has stored
+    until(lambda: num_stored(node) == 6)
+    turn = [*PROMPT, *answer, 5, 6, 7]
+    fresh, whole = make_core(node), make_core(None)
+    assert run(fresh, make_request("b", turn)) == run(whole, make_request("b", turn))
+    assert fresh.stats.prompt_tokens_external_kv_transfer == 320
+
+
 def test_a_preempted_request_loads_back_what_it_had_stored(node: Node, make_core: MakeCore) -> None:
     requests = [
         make_request(name, [start, *PROMPT], max_tokens=60) for start, name in enumerate("abc", 1)
