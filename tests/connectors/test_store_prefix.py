@@ -24,6 +24,7 @@ from diptych.engine.executor import UniprocExecutor
 from diptych.engine.request import EngineCoreRequest, KVCommit, KVTransferParams
 from diptych.errors import TransferError
 from diptych.proto import kvstore_pb2 as pb
+from tests.connectors.fakes import Request, make_layout
 from tests.engine.make_requests import make_request
 from tests.services.test_kvstore import Node, control, running_node
 from tests.tiny_models import make_tiny_model
@@ -141,6 +142,33 @@ def test_steps_of_a_few_tokens_do_not_count_as_a_rate() -> None:
     costs = LoadCosts(1000, lambda: 0.0)
     costs.note(TransferRates(computed_tokens=3, compute_s=1.0))
     assert costs.compute_s(10) is None
+
+
+# --- what is stored behind the step
+
+
+def save_orders(request: Request, num_computed: int, **flags: bool) -> list[tuple[int, int]]:
+    """Token ranges that one step orders to be stored."""
+    layout = make_layout(16)
+    scheduler = StoreScheduler(layout, None, LoadCosts(1, time.monotonic), **flags)
+    meta = scheduler.build_connector_meta({"r": (request, list(range(40)), num_computed)})
+    return [(o.start_token, o.end_token) for save in meta.saves for o in save.objects]
+
+
+def test_pages_of_the_prompt_are_stored_once_they_are_whole() -> None:
+    request = Request("r", list(range(150)))
+    assert save_orders(request, 63) == []
+    assert save_orders(request, 150) == [(0, 64), (64, 128)]
+    assert save_orders(request, 150, write_through=False) == []
+
+
+def test_decode_stores_only_what_comes_after_the_prompt_it_was_given() -> None:
+    commit = KVCommit(epoch=1, kv_namespace="", num_tokens=150, objects=[], connector="")
+    request = Request(
+        "r", list(range(150)), list(range(60)), kv_transfer_params=KVTransferParams(commit=commit)
+    )
+    assert save_orders(request, 210, write_through=False, store_decoded=True) == [(128, 192)]
+    assert save_orders(request, 210, write_through=False) == []
 
 
 # --- two engines and a node

@@ -27,10 +27,11 @@ def key(number: int) -> bytes:
 class World:
     """A table and what the directory says of it."""
 
-    def __init__(self, url: str, pages: int = 20) -> None:
+    def __init__(self, url: str, pages: int = 20, redis: RedisClient | None = None) -> None:
         self.table = ObjectTable(Arena(pages * PAGE), lambda: 0.0)
         self.tiers = Tiers(self.table)
-        self.redis = RedisClient(RedisConfig(redis=url, registry_prefix=os.urandom(4).hex()))
+        self.prefix = os.urandom(4).hex()
+        self.redis = redis or RedisClient(RedisConfig(redis=url, registry_prefix=self.prefix))
         self.directory = Directory(self.redis)
 
     def writer(self, life_s: float = 5.0, incarnation: str = "i1") -> DirectoryWriter:
@@ -143,4 +144,30 @@ async def test_the_inventory_is_announced_again_when_redis_comes_back_empty(tmp_
             link.symlink_to(second.removeprefix("unix://"))
             await until(world.agrees)
             assert (await world.holders(4))[0]
+    await world.redis.close()
+
+
+@pytest.mark.anyio
+async def test_what_a_restarted_redis_remembers_from_before_is_replaced(tmp_path: Path) -> None:
+    """It came back from an old dump: the marker is there, and so are entries that are not true."""
+    link = tmp_path / "redis.sock"
+    first = EmbeddedRedis()
+    link.symlink_to(first.start().removeprefix("unix://"))
+    world = World(f"unix://{link}")
+    world.put(1, 2)
+    async with world.writer(life_s=30.0):
+        await until(world.agrees)
+        with EmbeddedRedis() as second:
+            config = RedisConfig(redis=second, registry_prefix=world.prefix)
+            restored = World(second, redis=RedisClient(config))
+            restored.put(8, 9)
+            await restored.directory.begin("n1", "i1", 30.0)
+            await restored.directory.apply("n1", "i1", 30.0, restored.tiers.take_changes())
+            await restored.redis.close()
+            link.unlink()
+            link.symlink_to(second.removeprefix("unix://"))
+            first.kill()
+            first.stop()
+            await until(world.agrees)
+            assert await world.holders(8, 9) == [[], []]
     await world.redis.close()
