@@ -168,14 +168,27 @@ class WorkerConfig:
     store_decoded: bool = _flag(
         False, "store the KV of outputs too, so that a conversation's next turn hits"
     )
+    handoff: str = _flag(
+        "store",
+        "how KV may move: store, direct (from worker to worker; a store only where --kvstore names "
+        "one), or auto (both)",
+    )
+    kv_transports: str = _flag(
+        "auto", "what carries KV from worker to worker, preferred first: nixl, shm, tcp, grpc"
+    )
+    kv_lease_s: float = _flag(
+        30.0, "seconds that prefill keeps KV after the last sign of the worker that reads it"
+    )
+    verify_kv: bool = _flag(True, "compare checksums of KV that came from another worker")
 
     def __post_init__(self) -> None:
+        check_one_of("handoff", self.handoff, HANDOFFS)
         check_ports(self, "port", "admin_port")
         check_address("advertise_address", self.advertise_address)
         for address in (self.kvstore or "").split(",") if self.kvstore is not None else ():
             check_address("kvstore", address.strip())
         check_not_negative(self, "drain_s", "stream_grace_s")
-        check_positive(self, "max_frames_queued")
+        check_positive(self, "max_frames_queued", "kv_lease_s")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

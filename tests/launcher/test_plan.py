@@ -45,6 +45,12 @@ def test_a_cpu_engine_on_a_gpu_machine_takes_no_gpu() -> None:
     assert "CUDA_VISIBLE_DEVICES" not in spec.environment
 
 
+def test_workers_hand_over_as_the_router_is_told_to() -> None:
+    spec = worker(Machine(2, 0), flags={"router.handoff": "auto"})
+
+    assert spec.sections["worker"]["handoff"] == "auto"
+
+
 def test_what_a_spec_holds_is_a_configuration_that_loads() -> None:
     settings = load(tuple(SECTIONS), {}, {})
     router = router_spec(

@@ -73,6 +73,7 @@ def worker_spec(
         admin_port=ports[1],
         ticket_keys=ticket_keys,
         worker_id=f"{role}-{index}",
+        handoff=settings["router"].handoff,
         advertise_address=None,
     )
     command = "worker" if role == "aggregated" else role

@@ -130,13 +130,17 @@ class Supervisor:
             addresses = [f"127.0.0.1:{workers[0].sections['worker']['port']}"]
             return [*workers, self._new_router(addresses)]
         up = self._settings["up"]
-        ports = free_ports(3)
-        store = kvstore_spec(
-            self._settings, ports=(ports[0], ports[1], ports[2]), redis=self._redis_url
-        )
+        store = []
+        if self._settings["router"].handoff != "direct":
+            ports = free_ports(3)
+            store = [
+                kvstore_spec(
+                    self._settings, ports=(ports[0], ports[1], ports[2]), redis=self._redis_url
+                )
+            ]
         workers = [self._new_worker("prefill", i) for i in range(up.prefill)]
         workers += [self._new_worker("decode", i) for i in range(up.decode)]
-        return [store, *workers, self._new_router([])]
+        return [*store, *workers, self._new_router([])]
 
     def _new_worker(self, role: str, index: int) -> ProcessSpec:
         up, planner = self._settings["up"], self._settings["planner"]

@@ -23,7 +23,7 @@ from diptych.worker.engine import Engine
 from diptych.worker.identity import WorkerIdentity
 from diptych.worker.metrics import WorkerMetrics
 from diptych.worker.servicer import WorkerServicer
-from diptych.worker.setup import needs_store, wait_for_store, with_store
+from diptych.worker.setup import needs_store, wait_for_store, with_connector
 
 logger = logging.getLogger(__name__)
 
@@ -126,10 +126,11 @@ class WorkerProcess:
             asyncio.to_thread(self._resolve_model, config.model, config.revision)
         )
         config = dataclasses.replace(config, model=str(path), served_model_name=name)
+        place = None
         if needs_store(self._role, config, self._config):
             self._say("looking for the KV store")
             place = await self._unless_stopped(wait_for_store(self._config, registry, self._say))
-            config = with_store(config, self._role, self._config, place)
+        config = with_connector(config, self._role, self._config, place, self._redis.redis)
         self._engine_config = config
         self._say("the engine is loading")
         engine = await self._unless_stopped(_await(self._start_engine(config)))
