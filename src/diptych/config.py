@@ -32,7 +32,9 @@ def _flag(default: Any, text: str) -> Any:
 class KVTransferConfig:
     """Which connector moves KV, and this engine's part in it."""
 
-    kv_connector: str | None = _flag(None, "SharedStorageConnector or StoreConnector")
+    kv_connector: str | None = _flag(
+        None, "SharedStorageConnector, StoreConnector or DirectConnector"
+    )
     kv_role: str = _flag("kv_both", "kv_producer, kv_consumer or kv_both")
     engine_id: str | None = _flag(None, "name of this engine; drawn if absent")
     kv_connector_extra_config: dict[str, Any] = field(

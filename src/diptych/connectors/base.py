@@ -30,6 +30,21 @@ class RequestView(Protocol):
     @property
     def prompt_token_ids(self) -> list[int]: ...
     @property
+    def all_token_ids(self) -> list[int]:
+        """Prompt and output so far."""
+        ...
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Prompt tokens that needed no computing; below 0 while that is not known."""
+        ...
+
+    @property
+    def is_handed_off(self) -> bool:
+        """Whether the request has ended here and goes on elsewhere."""
+        ...
+
+    @property
     def num_tokens(self) -> int:
         """Prompt and output tokens so far."""
         ...
@@ -100,6 +115,15 @@ class TransferRates:
         self.compute_s += seconds
 
 
+@dataclass(frozen=True, slots=True)
+class HandedOver:
+    """What comes with KV that a peer has computed: the token that it sampled after it (None where
+    that is known already), and the prompt tokens that it had found computed."""
+
+    token_id: int | None
+    num_cached_tokens: int
+
+
 @dataclass(slots=True)
 class KVConnectorOutput:
     """What the worker half finished since it was last asked.
@@ -107,13 +131,16 @@ class KVConnectorOutput:
     A load that failed is in `finished_recving` and in `failed_recving`, which gives the number of
     tokens from position 0 that are valid all the same. A save that failed is in `finished_sending`
     without an entry in `commits` that covers the prompt. `num_dropped_saves` counts objects that
-    found no room on their way out.
+    found no room on their way out. `handed_over` is of loads from a peer's memory; a request in
+    `failed_handoffs`, which says why, ends here: whoever sent it decides how it goes on.
     """
 
     finished_sending: set[str] = field(default_factory=set)
     finished_recving: set[str] = field(default_factory=set)
     failed_recving: dict[str, int] = field(default_factory=dict)
     commits: dict[str, KVCommit] = field(default_factory=dict)
+    handed_over: dict[str, HandedOver] = field(default_factory=dict)
+    failed_handoffs: dict[str, str] = field(default_factory=dict)
     num_dropped_saves: int = 0
     rates: TransferRates | None = None
 
@@ -123,6 +150,7 @@ class KVConnectorOutput:
             self.finished_sending
             or self.finished_recving
             or self.commits
+            or self.failed_handoffs
             or self.num_dropped_saves
             or self.rates
         )

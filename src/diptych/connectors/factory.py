@@ -10,6 +10,10 @@ from typing import Any
 from diptych.config import EngineConfig, KVTransferConfig
 from diptych.connectors import shared_storage
 from diptych.connectors.base import KVConnectorScheduler, KVConnectorWorker, KVLayout
+from diptych.connectors.direct_scheduler import DirectScheduler
+from diptych.connectors.direct_settings import NAME as DIRECT
+from diptych.connectors.direct_settings import DirectSettings
+from diptych.connectors.direct_worker import DirectWorker
 from diptych.connectors.page_costs import LoadCosts
 from diptych.connectors.page_lookup import PrefixLookup
 from diptych.connectors.page_orders import PageStore
@@ -27,16 +31,22 @@ STORE = "StoreConnector"
 _TRUST_STORE_S = 10.0
 _LIMITS = tuple(field.name for field in dataclasses.fields(TransferLimits))
 _STORE_FIELDS = tuple(field.name for field in dataclasses.fields(StoreSettings))
+_DIRECT_FIELDS = tuple(field.name for field in dataclasses.fields(DirectSettings))
 _SETTINGS = {
+    DIRECT: {*_DIRECT_FIELDS, *_STORE_FIELDS, *_LIMITS},
     shared_storage.NAME: {"shared_storage_path", *_LIMITS},
     STORE: {*_STORE_FIELDS, *_LIMITS},
 }
 
 
 def make_scheduler_connector(
-    config: EngineConfig, layout: KVLayout, namespace: bytes
+    config: EngineConfig,
+    layout: KVLayout,
+    namespace: bytes,
+    worker: KVConnectorWorker | None = None,
 ) -> KVConnectorScheduler | None:
-    """The scheduler half, None where no connector is configured.
+    """The scheduler half, None where no connector is configured. `worker` is the other half, for
+    connectors whose halves share a thread.
 
     Raises:
         ConfigError: an unknown connector, a missing or unknown setting, or KV it cannot move.
@@ -44,8 +54,14 @@ def make_scheduler_connector(
     transfer = _checked(config.kv_transfer_config)
     if transfer is None:
         return None
+    extra = transfer.kv_connector_extra_config
+    if transfer.kv_connector == DIRECT:
+        if not isinstance(worker, DirectWorker):
+            raise ConfigError(f"{DIRECT} runs in the process of its worker half only")
+        other = _store_scheduler(layout, StoreSettings.of(extra)) if _has_store(extra) else None
+        return DirectScheduler(worker.driver, namespace, other)
     if transfer.kv_connector == STORE:
-        return _store_scheduler(layout, StoreSettings.of(transfer.kv_connector_extra_config))
+        return _store_scheduler(layout, StoreSettings.of(extra))
     return SharedStorageScheduler(
         layout,
         FileStore(_place(transfer)),
@@ -63,12 +79,25 @@ def make_worker_connector(config: EngineConfig) -> KVConnectorWorker | None:
     transfer = _checked(config.kv_transfer_config)
     if transfer is None:
         return None
+    extra = transfer.kv_connector_extra_config
+    if transfer.kv_connector != DIRECT:
+        return _page_worker(transfer)
+    other = _page_worker(transfer) if _has_store(extra) else None
+    return DirectWorker(DirectSettings.of(extra), reads_peers=transfer.is_consumer, other=other)
+
+
+def _page_worker(transfer: KVTransferConfig) -> PageConnectorWorker:
     limits = _limits(str(transfer.kv_connector), transfer.kv_connector_extra_config)
     return PageConnectorWorker(str(transfer.kv_connector), _opener(transfer, limits), limits)
 
 
+def _has_store(settings: dict[str, Any]) -> bool:
+    """Whether a store takes what goes to no peer."""
+    return bool(settings.get("kvstore") or settings.get("redis"))
+
+
 def _opener(transfer: KVTransferConfig, limits: TransferLimits) -> Callable[[], PageStore]:
-    if transfer.kv_connector == STORE:
+    if transfer.kv_connector in (STORE, DIRECT):
         from diptych.connectors.store import ServiceStore
 
         settings = StoreSettings.of(transfer.kv_connector_extra_config)
@@ -115,7 +144,7 @@ def _place(transfer: KVTransferConfig) -> str:
 
 
 def _limits(connector: str, settings: dict[str, Any]) -> TransferLimits:
-    defaults = {"trust_stored_s": _TRUST_STORE_S} if connector == STORE else {}
+    defaults = {"trust_stored_s": _TRUST_STORE_S} if connector in (STORE, DIRECT) else {}
     values = {**defaults, **{name: settings[name] for name in _LIMITS if name in settings}}
     for name, value in values.items():
         if isinstance(value, bool) or not isinstance(value, int | float):

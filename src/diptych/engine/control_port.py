@@ -35,6 +35,11 @@ class ControlPort:
     def fileno(self) -> int:
         return self._socket.fileno()
 
+    @property
+    def has_unsent(self) -> bool:
+        """Whether `flush` has something to do once the socket is writable."""
+        return bool(self._unsent)
+
     def receive(self) -> list[ToControl]:
         """The messages that have arrived whole; `closed` says whether the peer is gone."""
         while not self.closed:

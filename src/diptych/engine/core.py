@@ -226,9 +226,11 @@ def make_engine_core(config: EngineConfig) -> EngineCore:
     from diptych.connectors.factory import make_scheduler_connector, make_worker_connector
     from diptych.engine.executor import UniprocExecutor
 
-    executor = UniprocExecutor(config, make_worker_connector(config))
+    worker = make_worker_connector(config)
+    executor = UniprocExecutor(config, worker)
     try:
-        connector = make_scheduler_connector(config, executor.kv_layout, executor.kv_namespace)
+        layout, namespace = executor.kv_layout, executor.kv_namespace
+        connector = make_scheduler_connector(config, layout, namespace, worker)
         return EngineCore(executor.config, executor, connector)
     except BaseException:
         executor.shutdown()

@@ -137,6 +137,8 @@ class RemoteKV:
         for request_id in sorted(output.finished_recving):
             request = self.loading.pop(request_id, None)
             if request is not None:
+                if (handed := output.handed_over.get(request_id)) is not None:
+                    request.take_over(handed.token_id, handed.num_cached_tokens)
                 self._finish_load(request, output.failed_recving.get(request_id))
                 loaded.append(request)
             elif request_id in self._kv.quarantined and request_id not in self._saving:

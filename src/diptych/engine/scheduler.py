@@ -182,7 +182,9 @@ class Scheduler:
         self._kv.fence.complete(step.number)
         if transfers is not None:
             for loaded in self._remote.update(transfers):
-                self._enter_batch(loaded)
+                self._admit_loaded(loaded)
+            for request_id, why in transfers.failed_handoffs.items():
+                self._fail_handoff(request_id, why)
 
     def take_outputs(self) -> EngineCoreOutputs:
         """What is to be reported since the last call."""
@@ -391,6 +393,22 @@ class Scheduler:
         request.status = RequestStatus.RUNNING
         request.note_cached_tokens()
         bisect.insort(self._running, request, key=self._order_key)
+
+    def _admit_loaded(self, request: SchedulerRequest) -> None:
+        """Its KV has come, and perhaps a token with it that ends it."""
+        status = request.status
+        self._enter_batch(request)
+        if status.is_finished:
+            self._finish(request, status)
+            self._outputs.add_end(request)
+
+    def _fail_handoff(self, request_id: str, why: str) -> None:
+        """Its KV will not come from its peer: whoever sent it decides how it goes on."""
+        request = self._requests.get(request_id)
+        if request is not None:
+            self._counters.num_kv_load_failures += 1
+            self._finish(request, RequestStatus.FINISHED_ERROR)
+            self._outputs.add_handoff_failure(request, why)
 
     def _order_key(self, request: SchedulerRequest) -> OrderKey:
         return order_key(self._config.scheduling_policy, request)

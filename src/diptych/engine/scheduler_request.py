@@ -80,9 +80,10 @@ class SchedulerRequest:
         self._chain = HashChain(root_hash(namespace, request.cache_salt))
         self._is_handoff = self.is_handoff
         self._prompt_logprobs: list[TokenLogprobs] = []
-        # the hand-off's other side, or the attempt before this one, has sent them already
+        # the hand-off's other side, or the attempt before this one, sends them or has sent them
+        elsewhere = self._transfer is not None and self._transfer.reads_peer
         wanted = request.sampling_params.prompt_logprobs is not None
-        self._prompt_logprobs_due = wanted and not request.output_token_ids
+        self._prompt_logprobs_due = wanted and not request.output_token_ids and not elsewhere
 
     @property
     def tenant(self) -> str:
@@ -137,6 +138,11 @@ class SchedulerRequest:
     def is_handoff(self) -> bool:
         """Whether the request ends here with token 1 and goes on elsewhere."""
         return self._transfer is not None and self._transfer.do_remote_decode
+
+    @property
+    def is_handed_off(self) -> bool:
+        """Whether the request has ended here and goes on elsewhere."""
+        return self.status is RequestStatus.FINISHED_HANDED_OFF
 
     @property
     def skip_reading_prefix_cache(self) -> bool:
@@ -207,6 +213,12 @@ class SchedulerRequest:
             self.num_cached_tokens = self._transfer.commit.num_cached_tokens
         else:
             self.num_cached_tokens = min(self.num_computed_tokens, self.num_prompt_tokens)
+
+    def take_over(self, token_id: int | None, num_cached_tokens: int) -> bool:
+        """A peer has computed the prompt's KV and sampled a token after it; True if that ends the
+        request."""
+        self.num_cached_tokens = num_cached_tokens
+        return token_id is not None and self.append_output(token_id)
 
     def rewind(self) -> None:
         """Forget all progress in computing, as preemption does; output tokens stay."""

@@ -1,0 +1,322 @@
+"""The thread of direct hand-offs: it alone drives their machines, with the clock, the control
+socket and the transfer thread's results. It waits for no step of the model, and no step for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import os
+import select
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from uuid import uuid4
+
+from diptych.connectors.base import KVLayout
+from diptych.connectors.direct_checksums import HostChecksums
+from diptych.connectors.direct_given import GivenPrompt, GivenPrompts
+from diptych.connectors.direct_messages import TO_DECODE, HandoffMessage
+from diptych.connectors.direct_reports import DirectReports
+from diptych.connectors.direct_settings import DirectSettings
+from diptych.connectors.direct_taken import TakenPrompt, TakenPrompts
+from diptych.connectors.peer_reads import (
+    PeerReads,
+    RankCard,
+    decode_cards,
+    encode_cards,
+    geometry_of,
+)
+from diptych.connectors.transports.choose import open_transports
+from diptych.connectors.transports.links import LinkState
+from diptych.connectors.transports.memory import DeviceMemory, HostMemory
+from diptych.connectors.transports.orders import LinkReport
+from diptych.connectors.transports.thread import TransferThread
+from diptych.engine.control_messages import Control, PeerDown, PeerLink, PeerUp, ToControl
+from diptych.engine.control_port import ControlPort
+from diptych.errors import DiptychError, TransferError
+
+_log = logging.getLogger(__name__)
+
+_JOIN_S = 10.0
+_LINK_LOOK_S = 0.02
+
+
+class DirectDriver:
+    """Methods may be called from any thread and never wait (`close` does)."""
+
+    def __init__(
+        self,
+        settings: DirectSettings,
+        memory: HostMemory | DeviceMemory,
+        layout: KVLayout,
+        *,
+        reads_peers: bool = True,
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Opens the transports, and serves the pool to whoever has its cards.
+
+        Args:
+            reads_peers: whether peers are met as soon as they are known, to be read.
+
+        Raises:
+            ConfigError: a setting that a transport cannot use.
+            TransferError: no transport can reach the pool.
+        """
+        self.reports = DirectReports()
+        self._settings = settings
+        self._layout = layout
+        self._reads_peers = reads_peers
+        self._monotonic = monotonic
+        self._geometry = geometry_of(layout)
+        self._lock = threading.Lock()
+        self._commands: deque[Callable[[], None]] = deque()
+        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._port: ControlPort | None = None
+        self._cards: dict[str, list[RankCard]] = {}
+        self._links: dict[str, PeerLink] = {}
+        self._closing = False
+        names = settings.transport_names
+        self._transfer = TransferThread(
+            open_transports(names, settings.for_transports(memory.device)),
+            memory,
+            uuid4().hex,
+            test_timeout_s=settings.test_s,
+            on_result=self._wake,
+        )
+        self._endpoint = self._transfer.start()
+        self._reads = PeerReads(self._transfer, self._geometry, "")
+        checksums = None
+        if settings.verify_kv and isinstance(memory, HostMemory):
+            checksums = HostChecksums(memory.array, self._geometry)
+        self._given = GivenPrompts(
+            settings,
+            self.reports,
+            self._send,
+            monotonic,
+            block_size=layout.block_size,
+            checksums=checksums,
+        )
+        self._taken = TakenPrompts(
+            settings,
+            self.reports,
+            self._send,
+            self._reads,
+            monotonic,
+            granule=self._granule,
+            source_block=self._source_block,
+            checksums=checksums,
+        )
+        self._thread = threading.Thread(target=self._run, name="kv-handoff", daemon=True)
+
+    def start(self, kv_namespace: str) -> bytes:
+        """Begin; returns this engine's cards for its peers (`peer_reads.encode_cards`)."""
+        self._reads = PeerReads(self._transfer, self._geometry, kv_namespace)
+        self._taken.use(self._reads)
+        self._thread.start()
+        card = RankCard(
+            kv_namespace=kv_namespace, rank=0, geometry=self._geometry, endpoint=self._endpoint
+        )
+        return encode_cards([card])
+
+    def attach(self, port: ControlPort) -> None:
+        """Take over the way to peers."""
+        self._command(lambda: self._attach(port))
+
+    # --- for the scheduler half
+
+    def begin(self, prompt: GivenPrompt) -> None:
+        """See `GivenPrompts`, as for the next four."""
+        self._command(lambda: self._given.begin(prompt))
+
+    def computed(self, request_id: str, num_tokens: int, block_ids: Sequence[int]) -> None:
+        self._command(lambda: self._given.computed(request_id, num_tokens, block_ids))
+
+    def done(
+        self,
+        request_id: str,
+        num_tokens: int,
+        block_ids: Sequence[int],
+        token_id: int,
+        num_cached_tokens: int,
+    ) -> None:
+        self._command(
+            lambda: self._given.done(request_id, num_tokens, block_ids, token_id, num_cached_tokens)
+        )
+
+    def preempted(self, request_id: str) -> None:
+        self._command(lambda: self._given.preempted(request_id))
+
+    def given_released(self, request_id: str) -> None:
+        self._command(lambda: self._given.released(request_id))
+
+    def offer(self, prompt: TakenPrompt) -> None:
+        """See `TakenPrompts`, as for the next two."""
+        self._command(lambda: self._taken.offer(prompt))
+
+    def reserved(self, request_id: str, local_tokens: int, block_ids: Sequence[int]) -> None:
+        self._command(lambda: self._taken.reserved(request_id, local_tokens, block_ids))
+
+    def taken_released(self, request_id: str) -> None:
+        self._command(lambda: self._taken.released(request_id))
+
+    def close(self) -> None:
+        """End the thread and the transfers; after it nothing is written. Idempotent."""
+        if self._closing:
+            return
+        self._command(self._begin_closing)
+        if self._thread.ident is not None:
+            self._thread.join(_JOIN_S)
+        self._closing = True
+        self._transfer.close()
+        with self._lock:
+            os.close(self._wake_fd)
+            self._wake_fd = -1
+        if self._port is not None:
+            self._port.close()
+
+    def _command(self, command: Callable[[], None]) -> None:
+        with self._lock:
+            self._commands.append(command)
+        self._wake()
+
+    def _wake(self) -> None:
+        with self._lock:
+            if self._wake_fd >= 0:
+                os.eventfd_write(self._wake_fd, 1)
+
+    # --- the thread
+
+    def _run(self) -> None:
+        while not self._closing:
+            try:
+                self._turn()
+            except Exception:
+                # one hand-off's fault must not end the others: deadlines find what it left
+                _log.exception("the hand-off thread met an error")
+
+    def _turn(self) -> None:
+        self._wait()
+        with self._lock:
+            commands = list(self._commands)
+            self._commands.clear()
+        for command in commands:
+            command()
+        if self._port is not None:
+            self._port.flush()
+            for message in self._port.receive():
+                self._take(message)
+        for result in self._reads.take_results():
+            self._taken.read_ended(result)
+        self._given.tick()
+        self._taken.tick()
+        self._look_at_links()
+
+    def _wait(self) -> None:
+        poller = select.poll()
+        poller.register(self._wake_fd, select.POLLIN)
+        if self._port is not None and not self._port.closed:
+            unsent = select.POLLOUT if self._port.has_unsent else 0
+            poller.register(self._port, select.POLLIN | unsent)
+        poller.poll(self._sleep_ms())
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self._wake_fd)
+
+    def _sleep_ms(self) -> int | None:
+        times = [self._given.next_at_s(), self._taken.next_at_s()]
+        now = self._monotonic()
+        if any(not link.usable and not link.failure for link in self._links.values()):
+            times.append(now + _LINK_LOOK_S)
+        known = [time_s - now for time_s in times if time_s is not None]
+        return max(0, math.ceil(min(known) * 1e3)) if known else None
+
+    def _attach(self, port: ControlPort) -> None:
+        self._port = port
+
+    def _begin_closing(self) -> None:
+        self._closing = True
+
+    def _take(self, message: ToControl) -> None:
+        try:
+            if isinstance(message, Control):
+                self._take_message(message.peer, HandoffMessage.decode(message.body))
+            elif isinstance(message, PeerUp):
+                self._meet(message.peer, decode_cards(message.cards))
+            elif isinstance(message, PeerDown):
+                self._part(message.peer)
+        except DiptychError as error:
+            _log.warning("peer %s: %s", message.peer, error.message)
+
+    def _take_message(self, peer: str, message: HandoffMessage) -> None:
+        if message.kind in TO_DECODE:
+            self._taken.take(peer, message)
+        else:
+            self._given.take(peer, message)
+
+    def _send(self, peer: str, message: HandoffMessage) -> None:
+        if self._port is not None:
+            self._port.send(Control(peer, message.encode()))
+
+    # --- peers
+
+    def _meet(self, peer: str, cards: list[RankCard]) -> None:
+        self._cards[peer] = cards
+        if not self._reads_peers:
+            return
+        try:
+            self._reads.connect(peer, cards)
+        except TransferError as error:
+            self._tell_link(PeerLink(peer, False, failure=error.message))
+            return
+        self._tell_link(PeerLink(peer, False))
+
+    def _part(self, peer: str) -> None:
+        self._given.peer_gone(peer)
+        self._taken.peer_gone(peer, "the prefill worker is gone")
+        self._reads.disconnect(peer)
+        self._cards.pop(peer, None)
+        self._links.pop(peer, None)
+
+    def _look_at_links(self) -> None:
+        """Say what became of the tests, and of links that worked."""
+        if not self._links:
+            return
+        reports = self._transfer.links()
+        for peer, known in list(self._links.items()):
+            ranks = self._reads.source_ranks(peer)
+            links = [reports.get(f"{peer}/{rank}") for rank in ranks]
+            now = _summary(peer, [link for link in links if link is not None])
+            if now is not None and now != known:
+                self._tell_link(now)
+
+    def _tell_link(self, link: PeerLink) -> None:
+        self._links[link.peer] = link
+        if self._port is not None:
+            self._port.send(link)
+
+    def _granule(self, peer: str) -> int:
+        theirs = [card.geometry.block_size for card in self._cards.get(peer, [])]
+        return math.lcm(self._layout.block_size, *theirs)
+
+    def _source_block(self, peer: str) -> int:
+        """Its checksums are of whole tokens: comparable where one rank holds what we hold."""
+        cards = self._cards.get(peer, [])
+        if len(cards) != 1:
+            return 0
+        theirs, ours = cards[0].geometry, self._geometry
+        alike = (theirs.heads, theirs.layers, theirs.axes) == (ours.heads, ours.layers, ours.axes)
+        return theirs.block_size if alike else 0
+
+
+def _summary(peer: str, links: list[LinkReport]) -> PeerLink | None:
+    """All ranks of a peer as one; None while a test runs."""
+    for link in links:
+        if link.state is LinkState.DOWN:
+            why = "; ".join(f"{name}: {text}" for name, text in link.failures.items())
+            return PeerLink(peer, False, failure=why or "the connection was lost")
+    if not links or any(link.state is LinkState.TESTING for link in links):
+        return None
+    slowest = min(links, key=lambda link: link.bandwidth_gb_per_s)
+    return PeerLink(peer, True, slowest.transport, round(slowest.bandwidth_gb_per_s, 2))

@@ -1,0 +1,69 @@
+"""What the engines of a direct hand-off say to each other: one struct, msgpack."""
+
+from __future__ import annotations
+
+import msgspec
+
+from diptych.connectors.handoff import Event
+from diptych.errors import TransferError
+
+TO_DECODE = frozenset(
+    {
+        Event.PREFILL_STARTED,
+        Event.CHUNK,
+        Event.COMMIT,
+        Event.STORED,
+        Event.REVOKE,
+        Event.VALID,
+        Event.GONE,
+    }
+)
+TO_PREFILL = frozenset({Event.ACK, Event.RENEW, Event.READ_DONE})
+
+
+class HandoffMessage(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One message of one hand-off.
+
+    Attributes:
+        number: of an announcement, or the last one that an ACK confirms.
+        start: with a COMMIT, the position in the output of the first token that decode samples.
+        num_tokens: tokens from position 0 on whose KV is announced.
+        block_ids: prefill's blocks of them, from position 0 on.
+        token_id: with a COMMIT, what prefill sampled after the prompt.
+        num_cached_tokens: with a COMMIT, prompt tokens that prefill found computed.
+        checksums: with a COMMIT, one per block of prefill; empty where they are not verified.
+    """
+
+    kind: Event
+    request_id: str
+    epoch: int
+    number: int = 0
+    start: int = 0
+    num_tokens: int = 0
+    block_ids: list[int] = []
+    token_id: int = -1
+    num_cached_tokens: int = 0
+    checksums: list[int] = []
+
+    def encode(self) -> bytes:
+        """For `decode`, on the wire."""
+        return _encoder.encode(self)
+
+    @classmethod
+    def decode(cls, body: bytes) -> HandoffMessage:
+        """Parse what `encode` made.
+
+        Raises:
+            TransferError: it is no such message.
+        """
+        try:
+            message = _decoder.decode(body)
+        except msgspec.MsgspecError as error:
+            raise TransferError(f"a peer's hand-off message cannot be read: {error}") from error
+        if message.kind not in TO_DECODE | TO_PREFILL:
+            raise TransferError(f"a peer sent {message.kind}, which no engine is to send")
+        return message
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(HandoffMessage)

@@ -1,0 +1,196 @@
+"""The scheduler half of the DirectConnector: tells the hand-off thread what the scheduler did.
+
+Requests without a peer are another connector's, where there is one beside it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from diptych.connectors.base import (
+    KVConnectorMetadata,
+    KVConnectorOutput,
+    KVConnectorScheduler,
+    RequestView,
+)
+from diptych.connectors.direct_driver import DirectDriver
+from diptych.connectors.direct_given import GivenPrompt
+from diptych.connectors.direct_taken import TakenPrompt
+from diptych.engine.control_port import ControlPort
+from diptych.engine.request import HandoffPeer, KVTransferParams
+
+
+@dataclass(frozen=True, slots=True)
+class ComputedChunk:
+    """Tokens from position 0 on that have KV once the step ends, and their blocks."""
+
+    request_id: str
+    num_tokens: int
+    block_ids: list[int]
+
+
+@dataclass(slots=True)
+class DirectMetadata(KVConnectorMetadata):
+    """One step: chunks of prompts that peers read, and the other connector's part."""
+
+    chunks: list[ComputedChunk] = field(default_factory=list)
+    other: KVConnectorMetadata | None = None
+
+
+class DirectScheduler(KVConnectorScheduler):
+    """Decides nothing that waits: a request that reads a peer is passed over until its KV is
+    announced, one that is read goes its way as any other."""
+
+    def __init__(
+        self,
+        driver: DirectDriver,
+        namespace: bytes,
+        other: KVConnectorScheduler | None = None,
+    ) -> None:
+        self._driver = driver
+        self._other = other
+        self._cards = driver.start(namespace.hex())
+        self._given: set[str] = set()
+        self._lapsed: set[str] = set()
+        self._taken: set[str] = set()
+        self._held: set[str] = set()
+
+    @property
+    def handoff_cards(self) -> bytes:
+        return self._cards
+
+    def attach_control(self, port: ControlPort) -> None:
+        self._driver.attach(port)
+
+    def request_added(self, request: RequestView) -> None:
+        params = request.kv_transfer_params
+        if params is not None and params.peer is not None:
+            if params.reads_peer:
+                self._offer(request, params, params.peer)
+        elif self._other is not None:
+            self._other.request_added(request)
+
+    def request_preempted(self, request: RequestView) -> bool:
+        if not _is_direct(request):
+            return self._other is not None and self._other.request_preempted(request)
+        if request.request_id in self._given:
+            # what was announced is no longer there: its reader looks for another attempt
+            self._lapsed.add(request.request_id)
+            self._driver.preempted(request.request_id)
+        return False
+
+    def get_num_new_matched_tokens(
+        self, request: RequestView, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        params = request.kv_transfer_params
+        if params is None or params.peer is None:
+            if self._other is None:
+                return 0, False
+            return self._other.get_num_new_matched_tokens(request, num_computed_tokens)
+        if not params.reads_peer:
+            return 0, False
+        if not self._driver.reports.is_announced(request.request_id):
+            return None, False
+        return request.num_tokens - num_computed_tokens, True
+
+    def update_state_after_alloc(
+        self, request: RequestView, block_ids: list[int], num_external_tokens: int
+    ) -> None:
+        if not _is_direct(request):
+            if self._other is not None:
+                self._other.update_state_after_alloc(request, block_ids, num_external_tokens)
+        elif request.request_id in self._taken and num_external_tokens:
+            local = request.num_tokens - num_external_tokens
+            self._driver.reserved(request.request_id, local, block_ids)
+
+    def build_connector_meta(
+        self, scheduled: dict[str, tuple[RequestView, list[int], int]]
+    ) -> DirectMetadata:
+        metadata = DirectMetadata()
+        others = {}
+        for request_id, entry in scheduled.items():
+            request, block_ids, num_tokens = entry
+            params = request.kv_transfer_params
+            if params is None or params.peer is None:
+                others[request_id] = entry
+            elif params.do_remote_decode and request_id not in self._lapsed:
+                self._begin(request, params, params.peer)
+                if num_tokens < request.num_tokens:
+                    metadata.chunks.append(ComputedChunk(request_id, num_tokens, list(block_ids)))
+        if self._other is not None:
+            metadata.other = self._other.build_connector_meta(others)
+        return metadata
+
+    def request_finished(self, request: RequestView, block_ids: list[int]) -> bool:
+        request_id = request.request_id
+        if not _is_direct(request):
+            return self._other is not None and self._other.request_finished(request, block_ids)
+        if request_id in self._taken:
+            self._taken.discard(request_id)
+            self._driver.taken_released(request_id)
+            return False
+        if request_id not in self._given:
+            return False
+        self._given.discard(request_id)
+        lapsed = request_id in self._lapsed
+        self._lapsed.discard(request_id)
+        if lapsed or not request.is_handed_off:
+            self._driver.given_released(request_id)
+            return False
+        tokens = request.all_token_ids
+        self._held.add(request_id)
+        self._driver.done(
+            request_id, len(tokens) - 1, block_ids, tokens[-1], request.num_cached_tokens
+        )
+        return True
+
+    def update_connector_output(self, output: KVConnectorOutput) -> None:
+        self._held -= output.finished_sending
+        if self._other is not None:
+            self._other.update_connector_output(output)
+
+    def abort(self, request_id: str) -> None:
+        if request_id in self._taken:
+            self._taken.discard(request_id)
+            self._driver.taken_released(request_id)
+        elif request_id in self._held:
+            self._driver.given_released(request_id)
+        elif self._other is not None:
+            self._other.abort(request_id)
+
+    def shutdown(self) -> None:
+        self._driver.close()
+        if self._other is not None:
+            self._other.shutdown()
+
+    def _offer(self, request: RequestView, params: KVTransferParams, peer: HandoffPeer) -> None:
+        self._taken.add(request.request_id)
+        self._driver.offer(
+            TakenPrompt(
+                request_id=request.request_id,
+                epoch=params.epoch,
+                peer=peer.incarnation,
+                num_tokens=request.num_tokens,
+                ttl_s=params.ttl_s,
+                num_given=request.num_tokens - len(request.prompt_token_ids),
+            )
+        )
+
+    def _begin(self, request: RequestView, params: KVTransferParams, peer: HandoffPeer) -> None:
+        if request.request_id in self._given:
+            return
+        self._given.add(request.request_id)
+        self._driver.begin(
+            GivenPrompt(
+                request_id=request.request_id,
+                epoch=params.epoch,
+                peer=peer.incarnation,
+                kv_namespace=request.prefix_hash(0).hex(),
+                num_given=request.num_tokens - len(request.prompt_token_ids),
+            )
+        )
+
+
+def _is_direct(request: RequestView) -> bool:
+    params = request.kv_transfer_params
+    return params is not None and params.peer is not None

@@ -1,0 +1,441 @@
+"""Decode's side of direct hand-offs: drives `handoff_decode` for each request.
+
+Blocks are bits in the machine; here each announcement that brings more tokens is one bit, one range
+of tokens and one read. The last range counts as read only once all is here and its checksums are
+right, so that READ_DONE speaks of verified bytes.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from diptych.connectors.base import HandedOver
+from diptych.connectors.direct_checksums import Checksums
+from diptych.connectors.direct_messages import HandoffMessage
+from diptych.connectors.direct_reports import DirectReports
+from diptych.connectors.direct_settings import DirectSettings
+from diptych.connectors.handoff import ANNOUNCEMENTS, RULES, Event, State
+from diptych.connectors.handoff_decode import step_decode
+from diptych.connectors.handoff_machines import DECODE, PREFILL, Decode, Message, Shape
+from diptych.connectors.peer_reads import RangeRead, RangeResult
+from diptych.connectors.plan import BlockTable
+from diptych.connectors.transports.base import ReadState
+
+_log = logging.getLogger(__name__)
+
+_NO_END = 1 << 30
+_PULLING = (State.RESERVED, State.READING)
+_LISTENING = (*_PULLING, State.VALIDATING)
+_WAITING = (State.IDLE, State.OFFERED, State.DEFERRED)
+_LOST = (State.ASKING, State.REFUSED)
+_RENEWALS_PER_LEASE = 4
+
+
+class RangeReads(Protocol):
+    """What is needed of `peer_reads.PeerReads`."""
+
+    def read(self, order: RangeRead) -> None: ...
+    def cancel(self, read_id: str) -> None: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TakenPrompt:
+    """One request whose KV is read from a peer: `num_tokens` of prompt and output so far."""
+
+    request_id: str
+    epoch: int
+    peer: str
+    num_tokens: int
+    ttl_s: float
+    num_given: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class _Range:
+    """Tokens that one announcement brought. `here` once nothing of it is outstanding and all of it
+    arrived, `ended` once nothing writes for it any more."""
+
+    start: int
+    end: int
+    posted: bool = False
+    cancelled: bool = False
+    here: bool = False
+    ended: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class _Taken:
+    """One hand-off on decode's side; `local_tokens` are in its own blocks already."""
+
+    prompt: TakenPrompt
+    machine: Decode = field(default_factory=Decode)
+    ranges: list[_Range] = field(default_factory=list)
+    latest: HandoffMessage | None = None
+    committed: HandoffMessage | None = None
+    block_ids: list[int] = field(default_factory=list)
+    local_tokens: int = 0
+    num_reads: int = 0
+    offered_s: float = 0.0
+    announced_s: float = 0.0
+    heard_s: float = 0.0
+    validating_s: float = 0.0
+    renew_at_s: float = 0.0
+    repeat_at_s: float = 0.0
+    why: str = ""
+    told: bool = False
+
+    @property
+    def shape(self) -> Shape:
+        return Shape((self.all_bits,), 0, _NO_END, _NO_END)
+
+    @property
+    def all_bits(self) -> int:
+        return (1 << len(self.ranges)) - 1
+
+    @property
+    def known_tokens(self) -> int:
+        return self.ranges[-1].end if self.ranges else 0
+
+
+class TakenPrompts:
+    """All hand-offs of a decode engine. One thread's."""
+
+    def __init__(
+        self,
+        settings: DirectSettings,
+        reports: DirectReports,
+        send: Callable[[str, HandoffMessage], None],
+        reads: RangeReads,
+        monotonic: Callable[[], float],
+        *,
+        granule: Callable[[str], int],
+        source_block: Callable[[str], int],
+        checksums: Checksums | None = None,
+    ) -> None:
+        """
+        Args:
+            send: takes the peer first.
+            granule: of a peer: tokens that a range of a prompt not yet committed is a multiple of,
+                so that no block of either side is read in two parts.
+            source_block: of a peer: tokens of its blocks, which its checksums are of; 0 where its
+                checksums are not ours to compare.
+            checksums: of this pool; None compares nothing.
+        """
+        self._settings = settings
+        self._reports = reports
+        self._send = send
+        self._reads = reads
+        self._monotonic = monotonic
+        self._granule = granule
+        self._source_block = source_block
+        self._checksums = checksums
+        self._taken: dict[str, _Taken] = {}
+        self.num_received = 0
+        self.num_failed = 0
+        self.num_corrupt = 0
+        self.num_ignored = 0
+
+    def __len__(self) -> int:
+        return len(self._taken)
+
+    def use(self, reads: RangeReads) -> None:
+        """Read by these, before the first request."""
+        self._reads = reads
+
+    # --- from the scheduler
+
+    def offer(self, prompt: TakenPrompt) -> None:
+        """The request waits for its KV from now on; nothing is reserved."""
+        if prompt.request_id in self._taken:
+            return
+        entry = self._taken[prompt.request_id] = _Taken(prompt, offered_s=self._monotonic())
+        offer = Message(Event.OFFER, DECODE, prompt.epoch, prompt.num_given)
+        self._step(entry, Event.OFFER, offer)
+
+    def reserved(self, request_id: str, local_tokens: int, block_ids: Sequence[int]) -> None:
+        """The request has all its blocks; nothing reads or writes those past `local_tokens`."""
+        entry = self._taken.get(request_id)
+        if entry is None:
+            return
+        entry.block_ids, entry.local_tokens = list(block_ids), local_tokens
+        entry.heard_s = entry.renew_at_s = self._monotonic()
+        self._step(entry, Event.ROOM)
+
+    def released(self, request_id: str) -> None:
+        """The request has ended; `read_ended` is reported once nothing writes its blocks."""
+        entry = self._taken.get(request_id)
+        if entry is None:
+            return
+        entry.told = True
+        self._step(entry, Event.RELEASE, Message(Event.RELEASE, DECODE, entry.machine.epoch))
+
+    # --- from the peer
+
+    def take(self, peer: str, message: HandoffMessage) -> None:
+        """An announcement, STORED, REVOKE or a verdict; those of unknown requests are ignored."""
+        entry = self._taken.get(message.request_id)
+        if entry is None or entry.prompt.peer != peer:
+            self.num_ignored += 1
+            return
+        if message.epoch == entry.machine.epoch:
+            entry.heard_s = self._monotonic()
+        if message.kind in ANNOUNCEMENTS:
+            self._announced(entry, message)
+            return
+        if message.kind in (Event.REVOKE, Event.GONE):
+            entry.why = f"the prefill worker said {message.kind}"
+        inner = Message(message.kind, DECODE, message.epoch, message.number)
+        self._step(entry, message.kind, inner)
+        if entry.machine.state is State.STORE_READING:
+            # nothing stores a direct hand-off's KV: its source held it for too long
+            entry.why = "the prefill worker gave up holding its KV"
+            self._step(entry, Event.STORE_READ_FAILED)
+
+    def peer_gone(self, peer: str, why: str) -> None:
+        """That incarnation computes and holds nothing any more."""
+        for entry in list(self._taken.values()):
+            if entry.prompt.peer == peer:
+                entry.why = why
+                self._step(entry, Event.PREFILL_RESTARTED)
+
+    def read_ended(self, result: RangeResult) -> None:
+        """What became of a range."""
+        request_id, _, index = result.read_id.rpartition("/")
+        entry = self._taken.get(request_id)
+        if entry is None:
+            return
+        number = int(index)
+        bit, part = 1 << number, entry.ranges[number]
+        pulling = entry.machine.state in _PULLING
+        if result.state is not ReadState.DONE:
+            entry.why = f"a read failed: {(result.failure or result.state).value} {result.detail}"
+        part.ended = result.state is not ReadState.QUARANTINED
+        if result.state is ReadState.DONE:
+            part.here = True
+            if pulling:
+                self._arrived(entry, number)
+            else:
+                self._step(entry, Event.READ_ENDED, block=bit)
+        elif pulling:
+            failed = part.ended
+            event = Event.READ_FAILED if failed else Event.READ_DEADLINE
+            self._step(entry, event, block=bit)
+        elif part.ended:
+            self._step(entry, Event.READ_ENDED, block=bit)
+
+    # --- time
+
+    def tick(self) -> None:
+        """Deadlines, repetitions and renewals."""
+        now = self._monotonic()
+        for entry in list(self._taken.values()):
+            event = self._late(entry, now)
+            if event is not None:
+                self._step(entry, event)
+                continue
+            state = entry.machine.state
+            if state is State.VALIDATING and now >= entry.repeat_at_s:
+                entry.repeat_at_s = now + self._settings.repeat_s
+                self._step(entry, Event.REPEAT)
+            if state in _LISTENING and now >= entry.renew_at_s:
+                entry.renew_at_s = now + self._renew_s
+                self._step(entry, Event.RENEW_DUE)
+
+    def next_at_s(self) -> float | None:
+        """When `tick` has something to do; None: never."""
+        times = []
+        for entry in self._taken.values():
+            state = entry.machine.state
+            if state is State.OFFERED:
+                times.append(entry.offered_s + entry.prompt.ttl_s)
+            elif state is State.DEFERRED:
+                times.append(entry.announced_s + self._settings.reserve_s)
+            elif state in _LISTENING:
+                times.append(entry.renew_at_s)
+            if state in _PULLING:
+                times.append(entry.heard_s + self._settings.silence_s)
+            if state is State.VALIDATING:
+                times += [entry.repeat_at_s, entry.validating_s + self._settings.verdict_s]
+        return min(times, default=None)
+
+    # --- inside
+
+    @property
+    def _renew_s(self) -> float:
+        settings = self._settings
+        return min(settings.lease_s, settings.silence_s) / _RENEWALS_PER_LEASE
+
+    def _late(self, entry: _Taken, now: float) -> Event | None:
+        """The deadline that has passed, if any."""
+        settings, state = self._settings, entry.machine.state
+        if state is State.OFFERED and now >= entry.offered_s + entry.prompt.ttl_s:
+            entry.why = "prefill did not begin in time"
+            return Event.TICKET_END
+        if state is State.DEFERRED and now >= entry.announced_s + settings.reserve_s:
+            entry.why = "there was no room in time"
+            return Event.DEFER_DEADLINE
+        if state is State.VALIDATING and now >= entry.validating_s + settings.verdict_s:
+            entry.why = "no verdict came in time"
+            return Event.VERDICT_DEADLINE
+        if state in _PULLING and now >= entry.heard_s + settings.silence_s:
+            entry.why = "the prefill worker was silent too long"
+            return Event.READ_DEADLINE
+        return None
+
+    def _announced(self, entry: _Taken, message: HandoffMessage) -> None:
+        fresh = message.epoch == entry.machine.epoch and message.number > entry.machine.number
+        if fresh and not self._note(entry, message):
+            entry.why = "prefill announced what is not this prompt"
+            self._step(entry, Event.PREFILL_RESTARTED)
+            return
+        inner = Message(
+            message.kind,
+            DECODE,
+            message.epoch,
+            message.number,
+            blocks=entry.all_bits,
+            start=message.start,
+        )
+        if entry.machine.state is State.OFFERED:
+            # nothing is reserved here: the scheduler is asked, and says when there is room
+            self._step(entry, Event.NO_ROOM, inner)
+        else:
+            self._step(entry, message.kind, inner)
+
+    def _note(self, entry: _Taken, message: HandoffMessage) -> bool:
+        """Remember what an announcement brings; False where it cannot be of this prompt."""
+        commits = message.kind is Event.COMMIT
+        end = message.num_tokens
+        wrong_end = end != entry.prompt.num_tokens if commits else end > entry.prompt.num_tokens
+        if wrong_end or entry.committed is not None:
+            return not wrong_end
+        if not commits:
+            end -= end % self._granule(entry.prompt.peer)
+        entry.latest = message
+        if commits:
+            entry.committed = message
+        if end > entry.known_tokens or commits:
+            entry.ranges.append(_Range(entry.known_tokens, end))
+        return True
+
+    def _step(
+        self, entry: _Taken, event: Event, message: Message | None = None, *, block: int = 0
+    ) -> None:
+        before = entry.machine
+        outcome = step_decode(RULES, entry.shape, before, event, message, block)
+        assert isinstance(outcome.machine, Decode)
+        entry.machine = outcome.machine
+        self.num_ignored += outcome.counted
+        for out in outcome.messages:
+            if out.target == PREFILL:
+                self._tell(entry, out)
+        if entry.machine.state is State.VALIDATING and before.state is not State.VALIDATING:
+            entry.validating_s = self._monotonic()
+            entry.repeat_at_s = entry.validating_s + self._settings.repeat_s
+        if entry.machine.state is State.DEFERRED and before.state is State.OFFERED:
+            entry.announced_s = self._monotonic()
+            self._reports.announced(entry.prompt.request_id)
+        self._post(entry)
+        self._lift(entry)
+        self._settle(entry)
+
+    def _tell(self, entry: _Taken, out: Message) -> None:
+        wire = HandoffMessage(
+            kind=out.kind, request_id=entry.prompt.request_id, epoch=out.epoch, number=out.number
+        )
+        self._send(entry.prompt.peer, wire)
+
+    def _post(self, entry: _Taken) -> None:
+        """Begin the reads that the machine has as begun."""
+        if entry.machine.state not in _PULLING or entry.latest is None:
+            return
+        for number, part in enumerate(entry.ranges):
+            if part.posted or not entry.machine.reading >> number & 1:
+                continue
+            part.posted = True
+            start = max(part.start, entry.local_tokens)
+            if start >= part.end:
+                part.here = part.ended = True
+                self._arrived(entry, number)
+                continue
+            entry.num_reads += 1
+            self._reads.read(
+                RangeRead(
+                    read_id=f"{entry.prompt.request_id}/{number}",
+                    incarnation=entry.prompt.peer,
+                    source_blocks=BlockTable.of(entry.latest.block_ids),
+                    target_blocks=BlockTable.of(entry.block_ids),
+                    start_token=start,
+                    end_token=part.end,
+                    deadline_s=self._monotonic() + self._settings.read_s,
+                )
+            )
+
+    def _arrived(self, entry: _Taken, number: int) -> None:
+        """A range is here; the last of all counts once all are, and are right."""
+        if entry.committed is None or number != len(entry.ranges) - 1:
+            self._step(entry, Event.READ_OK, block=1 << number)
+        if entry.machine.state not in _PULLING or entry.committed is None:
+            return
+        last = len(entry.ranges) - 1
+        if not all(part.here for part in entry.ranges) or entry.machine.have >> last & 1:
+            return
+        if self._is_right(entry, entry.committed):
+            self._step(entry, Event.READ_OK, block=1 << last)
+        else:
+            self.num_corrupt += 1
+            entry.why = "a checksum is wrong"
+            _log.error("request %s: KV arrived with wrong checksums", entry.prompt.request_id)
+            self._step(entry, Event.READ_FAILED, block=1 << last)
+
+    def _is_right(self, entry: _Taken, commit: HandoffMessage) -> bool:
+        size = self._source_block(entry.prompt.peer)
+        if self._checksums is None or not size:
+            return True
+        if not commit.checksums:
+            return True  # the other side does not verify
+        count = -(-commit.num_tokens // size)
+        if len(commit.checksums) != count:
+            return False
+        first = -(-entry.local_tokens // size)
+        for index in range(first, count):
+            end = min(commit.num_tokens, (index + 1) * size)
+            if self._checksums.of(entry.block_ids, index * size, end) != commit.checksums[index]:
+                return False
+        return True
+
+    def _lift(self, entry: _Taken) -> None:
+        """Cancel reads that were given up; those that ended already are in quarantine no more."""
+        for number, part in enumerate(entry.ranges):
+            if not entry.machine.quarantine >> number & 1:
+                continue
+            if part.ended or not part.posted:
+                self._step(entry, Event.READ_ENDED, block=1 << number)
+            elif not part.cancelled:
+                part.cancelled = True
+                self._reads.cancel(f"{entry.prompt.request_id}/{number}")
+
+    def _settle(self, entry: _Taken) -> None:
+        """Tell the scheduler what it must know, and forget what is over."""
+        request_id, state = entry.prompt.request_id, entry.machine.state
+        if self._taken.get(request_id) is not entry:
+            return
+        if state is State.DECODING and entry.committed is not None:
+            del self._taken[request_id]
+            self.num_received += 1
+            self._reports.forget(request_id)
+            commit = entry.committed
+            self._reports.received(
+                request_id, HandedOver(commit.token_id, commit.num_cached_tokens)
+            )
+        elif state in _LOST and not entry.told:
+            entry.told = True
+            self.num_failed += 1
+            _log.warning("hand-off of request %s failed: %s", request_id, entry.why)
+            self._reports.failed(request_id, entry.why or "it was refused")
+        elif state is State.RELEASED:
+            del self._taken[request_id]
+            self._reports.read_ended(request_id)

@@ -1,0 +1,95 @@
+"""The worker half of the DirectConnector: owns the hand-off thread, says when KV is there."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from diptych.connectors.base import (
+    KVConnectorMetadata,
+    KVConnectorOutput,
+    KVConnectorWorker,
+    KVLayout,
+)
+from diptych.connectors.direct_driver import DirectDriver
+from diptych.connectors.direct_scheduler import DirectMetadata
+from diptych.connectors.direct_settings import DirectSettings
+from diptych.connectors.transports.memory import memory_of
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class DirectWorker(KVConnectorWorker):
+    """Reads are the thread's own; steps only announce and collect."""
+
+    def __init__(
+        self,
+        settings: DirectSettings,
+        *,
+        reads_peers: bool = True,
+        other: KVConnectorWorker | None = None,
+    ) -> None:
+        """`other` moves the KV of requests that have no peer."""
+        self._settings = settings
+        self._reads_peers = reads_peers
+        self._other = other
+        self._driver: DirectDriver | None = None
+
+    @property
+    def driver(self) -> DirectDriver:
+        """Known once the cache is registered."""
+        if self._driver is None:
+            raise RuntimeError("register_kv_caches has not been called")
+        return self._driver
+
+    def register_kv_caches(self, kv_cache: Tensor, layout: KVLayout) -> None:
+        memory = memory_of(kv_cache, layout.memfd)
+        self._driver = DirectDriver(self._settings, memory, layout, reads_peers=self._reads_peers)
+        if self._other is not None:
+            self._other.register_kv_caches(kv_cache, layout)
+
+    def start_load_kv(self, metadata: KVConnectorMetadata) -> None:
+        other = metadata.other if isinstance(metadata, DirectMetadata) else None
+        if self._other is not None and other is not None:
+            self._other.start_load_kv(other)
+
+    def wait_for_layer_load(self, layer: int) -> None:
+        if self._other is not None:
+            self._other.wait_for_layer_load(layer)
+
+    def save_kv_layer(self, layer: int) -> None:
+        if self._other is not None:
+            self._other.save_kv_layer(layer)
+
+    def wait_for_save(self, metadata: KVConnectorMetadata) -> None:
+        if not isinstance(metadata, DirectMetadata):
+            return
+        for chunk in metadata.chunks:
+            self.driver.computed(chunk.request_id, chunk.num_tokens, chunk.block_ids)
+        if self._other is not None and metadata.other is not None:
+            self._other.wait_for_save(metadata.other)
+
+    def get_finished(self) -> KVConnectorOutput:
+        ours = self.driver.reports.take()
+        if self._other is not None:
+            _merge(ours, self._other.get_finished())
+        return ours
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        return set() if self._other is None else self._other.get_block_ids_with_load_errors()
+
+    def shutdown(self) -> None:
+        if self._driver is not None:
+            self._driver.close()
+        if self._other is not None:
+            self._other.shutdown()
+
+
+def _merge(into: KVConnectorOutput, more: KVConnectorOutput) -> None:
+    """Requests are of one connector or the other."""
+    into.finished_sending |= more.finished_sending
+    into.finished_recving |= more.finished_recving
+    into.failed_recving.update(more.failed_recving)
+    into.commits.update(more.commits)
+    into.num_dropped_saves += more.num_dropped_saves
+    into.rates = more.rates
