@@ -112,12 +112,16 @@ class ServiceProcess:
 
 
 class Cluster:
-    """Services of one model in one directory; all end with the block that started them."""
+    """Services of one model in one directory; all end with the block that started them.
+
+    `redis` is the section that stores and workers started from then on find one another by.
+    """
 
     def __init__(self, model: str | Path, directory: Path) -> None:
         self._model = model
         self._directory = directory
         self.services: list[ServiceProcess] = []
+        self.redis: dict[str, Any] | None = None
 
     def kvstore(self, **settings: Any) -> tuple[ServiceProcess, str]:
         """A store node and its address."""
@@ -161,6 +165,8 @@ class Cluster:
         admin_port = free_port()
         own = "worker" if "worker" in sections else command
         sections[own]["admin_port"] = admin_port
+        if self.redis is not None and command != "router":
+            sections["redis"] = self.redis
         service = ServiceProcess(command, sections, self._directory, admin_port)
         service.start()
         self.services.append(service)
