@@ -35,8 +35,6 @@ MAX_SPLIT = 2048
 MAX_SPLITS = 64
 # Programs of a multiprocessor that run at one time and hide each other's loads.
 PROGRAMS_PER_MULTIPROCESSOR = 4
-
-
 # So many parts are joined by the program that ends last. One program would read more too slowly:
 # they get a launch of their own (docs/decisions/0003-attention-tiles.md).
 MAX_JOINED = 4

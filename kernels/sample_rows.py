@@ -128,19 +128,8 @@ def sample_rows(
 ) -> Tensor:
     """Sample each row by its part of the tables, which then know the token.
 
-    Constraints (allowed tokens, edits), penalties, temperature, min-p, top-k, top-p, Gumbel-max.
-    Of equal logits top-k and top-p keep all or none; of equal maxima the first is taken; NaN is
-    taken never.
-
-    Args:
-        logits: `[R, V]` float32 or bfloat16, last axis contiguous; stays as it is.
-        rows: `[R]` int64, each once; -1 for padding.
-        positions: `[R]` int64, output tokens of each row so far, which key the noise.
-        state: the tables; counts and recent tokens of these rows are written.
-        limits: False if none of the rows has top-k, top-p or min-p.
-
-    Returns:
-        `[R]` int64; 0 for padding.
+    Arguments and result as in `torch_sampling.sample_rows`, every last axis contiguous. No value on
+    the device decides a launch.
     """
     num_rows, vocab = logits.shape
     assert logits.stride(1) == rows.stride(0) == positions.stride(0) == 1

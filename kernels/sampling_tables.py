@@ -18,8 +18,6 @@ SEED, TOP_K, FLAGS, NUM_EDITS = range(4)
 NUM_INTS = 4
 # bits of the flags
 ALLOWED, EDITED, PENALISED, LIMITED, REMEMBERED = (1 << i for i in range(5))
-# rows of `edits`
-EDIT_TOKEN, EDIT_BIAS, EDIT_UNTIL, EDIT_PREFIX = range(4)
 
 MAX_EDITS = 1024
 MAX_PREFIX_TOKENS = 1024

@@ -9,6 +9,7 @@ from diptych.config import EngineConfig
 from diptych.engine.core import EngineCore, EngineState
 from diptych.engine.request import EngineCoreOutputs, EngineCoreRequest, FinishReason, KVCommit
 from diptych.engine.scheduler import Scheduler
+from diptych.engine.step import ModelRunnerOutput, SchedulerOutput
 from tests.engine.fake_connector import FakeConnector, FakeTransfers
 from tests.engine.fake_executor import FakeExecutor, LateDevice
 
@@ -69,11 +70,16 @@ class Driver:
     def abort(self, *request_ids: str) -> None:
         self.scheduler.abort_requests(request_ids)
 
+    def update(self, step: SchedulerOutput, output: ModelRunnerOutput) -> None:
+        """Take a step's results."""
+        self.scheduler.update(step, output)
+        self.take(self.scheduler.take_outputs())
+
     def step(self) -> dict[str, int]:
         """One step; returns the tokens computed for each request."""
         step = self.scheduler.schedule()
         output = (self.transfers or self.executor).execute_model(step)
-        self.take(self.scheduler.update_from_output(step, output))
+        self.update(step, output)
         self.check()
         return dict(step.num_scheduled_tokens)
 

@@ -269,7 +269,7 @@ def test_an_abort_while_a_step_runs_drops_that_steps_token() -> None:
     step = driver.scheduler.schedule()
     driver.scheduler.abort_requests(["a"])
     output = driver.executor.execute_model(step)
-    driver.take(driver.scheduler.update_from_output(step, output))
+    driver.update(step, output)
     driver.add(make_request("b", PROMPT))
     driver.run()
     assert driver.clients["a"].reason is FinishReason.ABORT
@@ -309,7 +309,8 @@ def test_prompt_logprobs_of_all_chunks_come_once_with_the_first_token() -> None:
         end = min(computed + step.num_scheduled_tokens["a"], len(PROMPT) - 1)
         output.prompt_logprobs["a"] = logprobs_of(PROMPT[computed + 1 : end + 1])
         computed = end
-        outputs = driver.scheduler.update_from_output(step, output)
+        driver.scheduler.update(step, output)
+        outputs = driver.scheduler.take_outputs()
         received.append([logprobs.token_ids for logprobs in outputs.prompt_logprobs.values()])
     assert received == [[], [], [PROMPT[1:]], [], []]
 

@@ -121,7 +121,7 @@ def abort_in_step(engine: Engine, index: int) -> None:
     planned = driver.scheduler.schedule()
     output = driver.transfers.execute_model(planned)
     abort(engine, index)
-    driver.take(driver.scheduler.update_from_output(planned, output))
+    driver.update(planned, output)
     driver.check()
 
 

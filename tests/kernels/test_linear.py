@@ -52,17 +52,18 @@ def test_a_product_onto_a_residual_is_added_now_or_by_the_norm(rows, dtype) -> N
     assert (part is None) == (rows > 3)
 
 
-@pytest.mark.parametrize("fault", ["raises", "wrong", "nan"])
-def test_a_device_where_the_kernel_is_not_right_does_not_stream(fault, monkeypatch) -> None:
+@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize("found", [1e-3, 0.5, float("nan"), RuntimeError("no such instruction")])
+def test_a_device_streams_only_where_the_kernel_is_found_right(found, fp8, monkeypatch) -> None:
     check = pytest.importorskip("diptych.kernels.stream_check")
 
     def difference(device, rows, width, size) -> float:
-        if fault == "raises":
-            raise RuntimeError("no such instruction")
-        return 0.5 if fault == "wrong" else float("nan")
+        if isinstance(found, Exception):
+            raise found
+        return found
 
-    monkeypatch.setattr(check, "_difference", difference)
+    monkeypatch.setattr(check, "_fp8_difference" if fp8 else "_difference", difference)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     check.streams.cache_clear()
-    assert not check.streams(torch.device("cuda"))
+    assert check.streams(torch.device("cuda"), fp8) is (found == 1e-3)
     check.streams.cache_clear()

@@ -237,7 +237,8 @@ class KVConnectorWorker(ABC):
         return
 
     def save_kv_layer(self, layer: int) -> None:
-        """`layer` of the step's tokens has been written to the cache (eager prefill only)."""
+        """What writes `layer` of the step's tokens to the cache has been launched. A captured step
+        says so of all layers at its end; one that only decodes says nothing."""
         return
 
     @abstractmethod

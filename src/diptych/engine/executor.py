@@ -178,8 +178,7 @@ class UniprocExecutor:
             with SafetensorsWeights(config.path, self.dtype, device, self._fp8) as weights:
                 return Decoder(config, weights, ops, self.max_model_len, device)
         except (MemoryError, RuntimeError) as error:
-            # on a CPU torch has no class for it
-            if isinstance(error, torch.OutOfMemoryError | MemoryError) or "memory" in str(error):
+            if isinstance(error, torch.OutOfMemoryError | MemoryError) or _says_full(error):
                 raise ModelLoadError(
                     f"the weights of {config.path.name} do not fit {device}: {error}"
                 ) from error
@@ -311,3 +310,8 @@ class UniprocExecutor:
                 )
         torch.cuda.empty_cache()
         return decode, mixed
+
+
+def _says_full(error: RuntimeError) -> bool:
+    """Whether memory ran out, on a CPU or in pinning, for which torch has no class."""
+    return any(text in str(error) for text in ("allocate memory", "out of memory"))

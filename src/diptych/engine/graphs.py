@@ -1,7 +1,7 @@
-"""Decode steps captured as CUDA graphs, for a ladder of batch sizes and of context lengths.
+"""Steps captured as CUDA graphs, for a ladder of sizes and of context lengths.
 
-A graph is launched for the next larger size, with padding rows that write no KV and read none, and
-for the next longer context, which decides how far attention splits its keys and how wide its block
+A graph is launched for the next larger size, with padding that writes no KV and reads none, and for
+the next longer context, which decides how far attention splits its keys and how wide its block
 tables are. All graphs share one memory pool: only one runs at a time.
 """
 
@@ -145,10 +145,6 @@ class DecodeGraphs:
         logger.info(
             "captured %d decode graphs in %.1f s", len(self._replays), time.monotonic() - started
         )
-
-    def padded(self, num_rows: int) -> int:
-        """Rows of the graph that runs `num_rows`."""
-        return fit(self._sizes, num_rows)
 
     def replay(self, num_rows: int, longest: int) -> None:
         """Run the step of `num_rows` sequences, the longest of `longest` tokens."""

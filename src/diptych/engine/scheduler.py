@@ -160,13 +160,6 @@ class Scheduler:
         step.kv_connector_metadata = self._remote.build_meta(step, self._requests)
         return step
 
-    def update_from_output(
-        self, step: SchedulerOutput, output: ModelRunnerOutput
-    ) -> EngineCoreOutputs:
-        """Take a step's results; report tokens and ends."""
-        self.update(step, output)
-        return self.take_outputs()
-
     def update(self, step: SchedulerOutput, output: ModelRunnerOutput) -> None:
         """Take a step's results, in the order of the steps; its device work has completed."""
         transfers = output.kv_connector_output
@@ -256,9 +249,8 @@ class Scheduler:
             num_tokens = max(request.num_tokens, known + is_async)
             if not self._kv.can_fit(computed, num_tokens):
                 return
-            if (
-                self._num_placed and self._config.reserve_output
-            ):  # and for what all together will need; one alone may try
+            # and for what all together will need; one alone may try
+            if self._num_placed and self._config.reserve_output:
                 if growth is None:
                     growth = self._expected.blocks(self._running, self._remote.loading.values())
                 num_tokens += self._expected.tokens(request)
@@ -271,8 +263,8 @@ class Scheduler:
             else:
                 budget -= self._admit_to_compute(step, request, computed, external, budget)
             if growth is not None:
-                admitted = [request]
-                growth += self._expected.blocks(*(((), admitted) if is_async else (admitted, ())))
+                running, loading = ((), [request]) if is_async else ([request], ())
+                growth += self._expected.blocks(running, loading)
 
     @property
     def _num_placed(self) -> int:
