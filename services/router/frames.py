@@ -83,7 +83,7 @@ def _with_extra(entry: Entry, extra: worker_pb2.EntryExtra) -> Entry:
         prompt_logprobs=(
             logprobs_from_proto(extra.prompt_logprobs) if has("prompt_logprobs") else None
         ),
-        commit=commit_from_proto(extra.commit) if has("commit") else None,
+        commit=commit_from_proto(extra.commit, may_be_direct=True) if has("commit") else None,
         error=extra.error if has("error") else None,
         handoff_failed=extra.handoff_failed if has("handoff_failed") else None,
     )

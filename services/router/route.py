@@ -338,8 +338,11 @@ class RequestRoute:
             return f"hand-off: {entry.handoff_failed}"
         if entry.error is not None or entry.finish_reason in _NO_ANSWER:
             return entry.error or "the worker aborted the request"
-        if attempt.stage is Stage.PAIR and entry.commit and not entry.commit.num_tokens:
+        commit = entry.commit
+        if attempt.stage is Stage.PAIR and commit and not commit.num_tokens:
             return "hand-off: decode did not take the KV"
+        if attempt.stage is Stage.PREFILL and commit and commit.num_tokens and not commit.objects:
+            return "the commit does not say where the KV lies"
         return None
 
     def _is_over(self, attempt: Attempt, worker_key: str) -> bool:

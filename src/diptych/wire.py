@@ -93,8 +93,8 @@ def commit_to_proto(commit: KVCommit) -> worker_pb2.KvCommit:
     )
 
 
-def commit_from_proto(message: worker_pb2.KvCommit) -> KVCommit:
-    """A checked commit.
+def commit_from_proto(message: worker_pb2.KvCommit, *, may_be_direct: bool = False) -> KVCommit:
+    """A checked commit. One of a direct hand-off, where that may be, names no objects.
 
     Raises:
         InvalidRequestError: the objects do not cover [0, num_tokens) in order without gaps.
@@ -114,7 +114,7 @@ def commit_from_proto(message: worker_pb2.KvCommit) -> KVCommit:
         if item.start_token != position or item.end_token <= position or len(item.key) != 32:
             raise InvalidRequestError("the commit's objects have a gap", param="handoff_in")
         position = item.end_token
-    if position != message.num_tokens:
+    if position != message.num_tokens and not (may_be_direct and not objects):
         raise InvalidRequestError("the commit's objects do not reach its end", param="handoff_in")
     return KVCommit(
         epoch=message.epoch,

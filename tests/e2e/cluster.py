@@ -130,11 +130,17 @@ class Cluster:
         return self._start("kvstore", {"kvstore": section}), f"127.0.0.1:{port}"
 
     def worker(
-        self, role: str, *, store: str | None = None, **engine: Any
+        self,
+        role: str,
+        *,
+        store: str | None = None,
+        worker: dict[str, Any] | None = None,
+        **engine: Any,
     ) -> tuple[ServiceProcess, str]:
-        """A worker (prefill, decode or worker, which is aggregated) and its address."""
+        """A worker (prefill, decode or worker, which is aggregated) and its address. `worker` has
+        settings of its section, `engine` those of the engine's."""
         port = free_port()
-        section: dict[str, Any] = {"port": port, "worker_id": role}
+        section: dict[str, Any] = {"port": port, "worker_id": f"{role}-{port}", **(worker or {})}
         if store is not None:
             section["kvstore"] = store
         sections = {"worker": section, "engine": self._engine(**engine)}

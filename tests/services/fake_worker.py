@@ -212,11 +212,12 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
 
 def _commit(request: worker_pb2.SubmitRequest) -> worker_pb2.KvCommit:
     num_tokens = len(request.prompt_token_ids)
+    page = worker_pb2.KvObject(key=b"k" * 32, start_token=0, end_token=num_tokens)
     return worker_pb2.KvCommit(
         epoch=request.ticket.epoch,
         kv_namespace="ns",
         num_tokens=num_tokens,
-        objects=[worker_pb2.KvObject(key=b"k" * 32, start_token=0, end_token=num_tokens)],
+        objects=[] if request.HasField("handoff_peer") else [page],
         connector="StoreConnector",
         num_cached_tokens=3,
     )

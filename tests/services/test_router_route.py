@@ -10,11 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from diptych.engine.request import FinishReason, KVCommit, TokenLogprobs
+from diptych.engine.request import FinishReason, KVCommit, KVObject, TokenLogprobs
 from diptych.services.router.route import Entry, Outcome, RequestRoute, Role, Stage
 
+PAGE = KVObject(key=b"k" * 32, start_token=0, end_token=5, checksum=1, num_bytes=9)
 COMMIT = KVCommit(
-    epoch=1, kv_namespace="salted", num_tokens=5, objects=[], connector="S", num_cached_tokens=4
+    epoch=1, kv_namespace="salted", num_tokens=5, objects=[PAGE], connector="S", num_cached_tokens=4
 )
 
 
@@ -85,6 +86,15 @@ def test_a_commit_before_token_1_waits_for_it() -> None:
     assert step.outcome is Outcome.HANDED_OVER
     assert step.released is not None
     assert step.released.num_cached_tokens == 4
+
+
+def test_a_commit_that_names_no_objects_leads_nowhere() -> None:
+    route = RequestRoute(10)
+    route.begin(P1, Stage.PREFILL)
+    route.on_entry("p1", entry(1, 0, 11))
+    nowhere = KVCommit(epoch=1, kv_namespace="ns", num_tokens=5, objects=[], connector="D")
+    assert route.on_entry("p1", entry(1, 1, commit=nowhere)).outcome is Outcome.LOST
+    assert route.options([P1, D1]) == {"d1": Stage.WHOLE}
 
 
 def test_a_decode_worker_of_another_namespace_recomputes() -> None:

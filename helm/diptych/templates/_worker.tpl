@@ -116,7 +116,10 @@ worker:
   admin_port: 7002
   drain_s: {{ $values.drainSeconds }}
   ticket_keys: /etc/diptych-tickets/ticket-keys
-  {{- if eq (int $root.Values.kvstore.replicas) 1 }}
+  handoff: {{ $root.Values.handoff.mode }}
+  kv_transports: {{ $root.Values.handoff.transports | quote }}
+  verify_kv: {{ $root.Values.handoff.verifyKv }}
+  {{- if and (ne $root.Values.handoff.mode "direct") (eq (int $root.Values.kvstore.replicas) 1) }}
   # by name: a store that moved to another node is found again; several are found in the registry
   kvstore: {{ include "diptych.fullname" $root }}-kvstore:7101
   {{- end }}
