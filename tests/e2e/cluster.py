@@ -48,7 +48,40 @@ class ServiceProcess:
     admin_port: int
     process: subprocess.Popen[bytes] | None = field(default=None, repr=False)
 
+    @property
+    def points(self) -> Path:
+        """Where its fault points are armed (`diptych.fault_points`)."""
+        return self.directory / f"{self.command}-{self.admin_port}.points"
+
+    def arm(self, point: str) -> None:
+        """Let it pause when it next gets there."""
+        (self.points / point).touch()
+
+    def is_at(self, point: str) -> bool:
+        """Whether it pauses there now."""
+        return (self.points / f"{point}.at").exists()
+
+    def go_on(self) -> None:
+        """Disarm every point, and let it go on where it pauses."""
+        for file in self.points.iterdir():
+            file.unlink(missing_ok=True)
+
+    @property
+    def pids(self) -> list[int]:
+        """The service's process and its engine's."""
+        assert self.process is not None
+        own = self.process.pid
+        children = Path(f"/proc/{own}/task/{own}/children").read_text().split()
+        return [own, *map(int, children)]
+
+    def signal_all(self, number: signal.Signals) -> None:
+        """A signal to the service and its engine."""
+        for pid in self.pids:
+            os.kill(pid, number)
+
     def start(self) -> None:
+        self.points.mkdir(exist_ok=True)
+        self.go_on()
         config = self.directory / f"{self.command}-{self.admin_port}.yaml"
         config.write_text(yaml.safe_dump(self.sections))
         self.log = config.with_suffix(".log")
@@ -57,7 +90,11 @@ class ServiceProcess:
                 [sys.executable, "-P", "-m", "diptych.cli", self.command, "--config", str(config)],
                 stdout=log,
                 stderr=log,
-                env={**os.environ, "OMP_NUM_THREADS": "1"},
+                env={
+                    **os.environ,
+                    "OMP_NUM_THREADS": "1",
+                    "DIPTYCH_FAULT_POINTS": str(self.points),
+                },
             )
 
     def wait_ready(self) -> None:

@@ -37,6 +37,7 @@ from diptych.connectors.transports.thread import TransferThread
 from diptych.engine.control_messages import Control, PeerDown, PeerLink, PeerUp, ToControl
 from diptych.engine.control_port import ControlPort
 from diptych.errors import DiptychError, TransferError
+from diptych.fault_points import reach
 
 _log = logging.getLogger(__name__)
 
@@ -250,12 +251,14 @@ class DirectDriver:
             _log.warning("peer %s: %s", message.peer, error.message)
 
     def _take_message(self, peer: str, message: HandoffMessage) -> None:
+        reach(f"handoff.got_{message.kind.value.lower()}")
         if message.kind in TO_DECODE:
             self._taken.take(peer, message)
         else:
             self._given.take(peer, message)
 
     def _send(self, peer: str, message: HandoffMessage) -> None:
+        reach(f"handoff.send_{message.kind.value.lower()}")
         if self._port is not None:
             self._port.send(Control(peer, message.encode()))
 
