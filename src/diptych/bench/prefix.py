@@ -14,6 +14,7 @@ import os
 import random
 import statistics
 import time
+from typing import NamedTuple
 
 from diptych.bench.offline import (
     add_engine_arguments,
@@ -41,6 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--prefix-tokens", type=int, default=4096, help="tokens that the store has")
     add("--new-tokens", type=int, default=64, help="tokens after them")
     add("--rounds", type=int, default=2, help="prefixes, each cold and warm")
+    add("--settle", type=float, default=0.0, help="seconds after a start: a GPU pins the pool")
     add("--pool-bytes", type=int, default=4 * GIB, help="memory of the store")
 
 
@@ -50,14 +52,18 @@ def main(args: argparse.Namespace) -> int:
     config = EngineConfig(model=str(directory), **engine_arguments(args))
     with running_node(args.pool_bytes) as address:
         cold, warm, loaded = asyncio.run(_measure(args, config, address))
-    cold_s, warm_s = statistics.median(cold), statistics.median(warm)
+    cold_s, warm_s = (statistics.median(t.first_s for t in times) for times in (cold, warm))
     figures = {
         "cold_s": cold_s,
         "warm_s": warm_s,
         "ratio": warm_s / cold_s,
+        "stored_s": statistics.median(t.stored_s for t in cold),
         "loaded_tokens": loaded,
         "load_average": os.getloadavg()[0],
-        "seconds": {"cold": cold, "warm": warm},
+        "seconds": {
+            "cold": [t._asdict() for t in cold],
+            "warm": [t._asdict() for t in warm],
+        },
     }
     say(
         f"{args.prefix_tokens} + {args.new_tokens} tokens: cold {cold_s:.3f} s, "
@@ -69,8 +75,8 @@ def main(args: argparse.Namespace) -> int:
 
 async def _measure(
     args: argparse.Namespace, config: EngineConfig, address: str
-) -> tuple[list[float], list[float], int]:
-    """Seconds to the first token, cold and warm, and the tokens that the warm ones loaded."""
+) -> tuple[list[Times], list[Times], int]:
+    """The times of each prefix, cold and warm, and the tokens that the warm ones loaded."""
     draw = random.Random(args.seed)
 
     def tokens(count: int) -> list[int]:
@@ -84,13 +90,20 @@ async def _measure(
     config = dataclasses.replace(config, kv_transfer_config=transfer, enable_prefix_caching=True)
     prefixes = [tokens(args.prefix_tokens) for _ in range(args.rounds)]
     async with _Prefill(config) as engine:
-        await engine.first_token(tokens(_WARM_UP_TOKENS))
+        await engine.warm_up(tokens(_WARM_UP_TOKENS), args.settle)
         cold = [await engine.first_token([*p, *tokens(args.new_tokens)]) for p in prefixes]
     async with _Prefill(config) as engine:
-        await engine.first_token(tokens(_WARM_UP_TOKENS))
+        await engine.warm_up(tokens(_WARM_UP_TOKENS), args.settle)
         warm = [await engine.first_token([*p, *tokens(args.new_tokens)]) for p in prefixes]
         loaded = engine.client.stats.prompt_tokens_external_kv_transfer
     return cold, warm, loaded
+
+
+class Times(NamedTuple):
+    """Seconds to the first token, and from there until the whole prompt is in the store."""
+
+    first_s: float
+    stored_s: float
 
 
 class _Prefill:
@@ -108,8 +121,13 @@ class _Prefill:
     async def __aexit__(self, *_: object) -> None:
         await self.client.close()
 
-    async def first_token(self, prompt: list[int]) -> float:
-        """Seconds to the first token; returns once the prompt has been handed over."""
+    async def warm_up(self, prompt: list[int], settle_s: float) -> None:
+        """One prompt that is not measured, and time for what it sets going."""
+        await self.first_token(prompt)
+        await asyncio.sleep(settle_s)
+
+    async def first_token(self, prompt: list[int]) -> Times:
+        """Returns once the prompt has been handed over."""
         self._count += 1
         request = EngineCoreRequest(
             request_id=str(self._count),
@@ -126,5 +144,5 @@ class _Prefill:
             if outputs.token_ids and not first_s:
                 first_s = time.monotonic() - began
             if outputs.commits:
-                return first_s
+                return Times(first_s, time.monotonic() - began - first_s)
         raise EngineDeadError("the engine ended")
