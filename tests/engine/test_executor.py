@@ -79,6 +79,15 @@ def test_random_weights_need_no_weight_file(model: Path) -> None:
     make(model, load_format="dummy").execute_model(SchedulerOutput())
 
 
+def test_weights_that_do_not_fit_are_refused(model: Path) -> None:
+    config = json.loads((model / "config.json").read_text())
+    # beyond what a process can address: smaller ones would be granted, and taken when written
+    sizes = {"vocab_size": (1 << 31) - 1, "hidden_size": 1 << 20}
+    (model / "config.json").write_text(json.dumps(config | sizes))
+    with pytest.raises(ModelLoadError, match="weights of m do not fit cpu"):
+        make(model, load_format="dummy")
+
+
 def test_an_executor_that_is_shut_down_says_so(model: Path) -> None:
     executor = make(model)
     executor.shutdown()

@@ -256,9 +256,25 @@ def test_a_connector_has_loaded_every_layer_before_a_graph_runs(model: Path) -> 
     driver = CapturedDriver(model)
     driver.add("a", prompt_of(5), PLAIN[0])
     driver.step({"a": 5})
-    connector = RecordingConnector()
-    connector.register_kv_caches(driver.cache, driver.executor.kv_layout)
-    driver.executor._runner._connector = connector  # type: ignore[union-attr]
+    connector = connect(driver)
     driver.step({"a": 1})
     assert driver.sizes == [1]
     assert connector.calls == ["wait 0", "wait 1", "wait 2"]
+
+
+def test_a_connector_hears_of_every_layer_before_and_after_a_captured_prompt(model: Path) -> None:
+    driver = MixedDriver(model)
+    connector = connect(driver)
+    driver.add("a", prompt_of(5), PLAIN[0])
+    driver.step({"a": 5})
+    assert driver.runs == [((0, 64), 512)]
+    assert connector.calls == [
+        f"{event} {layer}" for event in ("wait", "layer") for layer in (0, 1, 2)
+    ]
+
+
+def connect(driver: CapturedDriver | MixedDriver) -> RecordingConnector:
+    connector = RecordingConnector()
+    connector.register_kv_caches(driver.cache, driver.executor.kv_layout)
+    driver.executor._runner._connector = connector  # type: ignore[union-attr]
+    return connector

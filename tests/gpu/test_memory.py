@@ -114,9 +114,8 @@ def test_a_step_that_does_not_fit_is_refused_by_its_settings(model) -> None:
 
 
 @pytest.mark.usefixtures("limit")
-@pytest.mark.parametrize("load_format", ["dummy"])
-def test_weights_that_do_not_fit_are_refused(model, load_format) -> None:
+def test_weights_that_do_not_fit_are_refused(model) -> None:
     big = {**CONFIG, "num_hidden_layers": 100, "intermediate_size": 65536}
     (model / "config.json").write_text(json.dumps(big))
     with pytest.raises(ModelLoadError, match="do not fit cuda"):
-        engine(model, load_format=load_format)
+        engine(model)
