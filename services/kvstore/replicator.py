@@ -96,7 +96,7 @@ class Replicator:
             place = self._table.hold(key)
             if place is None:
                 return
-            client = self._client(members[node_id].address)
+            client = self._client(members[node_id].address, members)
             sending = asyncio.ensure_future(asyncio.to_thread(self._send, client, place))
             try:
                 sent = await asyncio.shield(sending)
@@ -116,7 +116,10 @@ class Replicator:
         [result] = client.put_many([item], _CALL_S, place.tenant)
         return result.stored
 
-    def _client(self, address: str) -> StoreClient:
+    def _client(self, address: str, members: dict[str, StoreRecord]) -> StoreClient:
+        known = {member.address for member in members.values()}
+        for old in self._clients.keys() - known:
+            self._clients.pop(old).close()
         if address not in self._clients:
             self._clients[address] = StoreClient(address)
         return self._clients[address]

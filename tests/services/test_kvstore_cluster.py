@@ -136,6 +136,18 @@ def test_a_node_that_joins_takes_its_share_and_what_it_lacks_is_found_where_it_w
     assert stored(world.nodes["b"]) == sum(owner(k, ["a", "b"]) == "b" for k in more)
 
 
+def test_a_node_that_is_gone_for_good_leaves_nothing_in_its_clients(world: World) -> None:
+    for name in "ab":
+        world.start(name)
+    objects = some(20)
+    world.put(objects)
+    assert set(world.store._clients) == {"a", "b"}
+    world.kill("b")
+    until(lambda: set(world.members.nodes()) == {"a"})
+    world.get(list(objects))
+    assert set(world.store._clients) == {"a"}
+
+
 def test_a_killed_node_comes_back_with_its_disk_and_all_hits_with_it(world: World) -> None:
     for name in "ab":
         world.start(name)

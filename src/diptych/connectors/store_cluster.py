@@ -221,6 +221,14 @@ class StoreCluster:
             known[1].close()
         return client
 
+    def _forget_gone(self) -> None:
+        """Drop the connections to nodes that are no members any more."""
+        nodes = self._nodes.nodes()
+        with self._lock:
+            gone = [self._clients.pop(n)[1] for n in list(self._clients) if n not in nodes]
+        for client in gone:
+            client.close()
+
     # --- rounds of calls
 
     def _rounds(
@@ -233,6 +241,7 @@ class StoreCluster:
     ) -> list[R]:
         """Ask the first node of each item's order, then the next where `try_next` says so."""
         until = time.monotonic() + (self._timeout_s if timeout_s is None else timeout_s)
+        self._forget_gone()
         results = [lost] * len(orders)
         left = list(range(len(orders)))
         for turn in range(_MAX_TRIES):
