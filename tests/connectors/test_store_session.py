@@ -137,6 +137,24 @@ def test_a_long_read_renews_its_leases(monkeypatch: pytest.MonkeyPatch) -> None:
         client.close()
 
 
+def test_leases_that_were_taken_ahead_are_renewed_in_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("diptych.connectors.store_client._BATCH_ITEMS", 4)
+    objects = {key(): os.urandom(1000) for _ in range(12)}
+
+    def slowly(index: int, view: memoryview) -> None:
+        time.sleep(0.1)
+
+    with running_node(lease_s=0.6) as node:
+        client = StoreClient(node.address, transport="memory")
+        put(client, objects)
+        # each batch takes 0.4 s under leases that began as long before it
+        results = client.get_many(list(objects), slowly)
+        assert {result.outcome for result in results} == {Outcome.OK}
+        client.close()
+
+
 def test_views_show_objects_in_place_for_as_long_as_the_lease_holds(node: Node) -> None:
     client = StoreClient(node.address, transport="memory")
     name = key()

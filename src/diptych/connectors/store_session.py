@@ -159,7 +159,8 @@ class StoreSession:
         moves = [_move(found[at].lease_id, found[at].placement, partial(sink, at)) for at in leased]
         lease_s = min(found[at].lease_ms for at in leased) / 1000
         with self.releasing([m.id for m in moves], until) as released:
-            checksums = self._read(moves, lease_s, until)
+            # the lease may have begun while the batch before this one was moved
+            checksums = self._read(moves, lease_s, ahead.asked_at + lease_s / 2, until)
         # a lease that could be released has held until then: this verifies what was read
         for at, sum_, outcome in zip(leased, checksums, released, strict=True):
             results[at] = verified(found[at], sum_, outcome)
@@ -187,10 +188,11 @@ class StoreSession:
         statuses = self._calls.call(self._calls.stub.Release, request, until).statuses
         outcomes += [outcome_of(status) for status in statuses]
 
-    def _read(self, moves: Sequence[Move], lease_s: float, until: float) -> list[int | None]:
+    def _read(
+        self, moves: Sequence[Move], lease_s: float, renew_at: float, until: float
+    ) -> list[int | None]:
         """Read in pieces, and renew the leases of all where they have come to their half."""
         checksums: list[int | None] = []
-        renew_at = time.monotonic() + lease_s / 2
         for piece in _pieces(moves):
             if time.monotonic() > renew_at:
                 self.holds([move.id for move in moves], until, renew_s=lease_s)
