@@ -76,7 +76,7 @@ class Relay:
         """With a seed a third is lost, a third comes twice, and all comes late, in any order."""
         self._random = None if seed is None else random.Random(seed)
         self.cut = False
-        self.seen: list[str] = []
+        self.loses: bytes | None = None
 
     async def carry(self, source: Worker, target: Worker) -> None:
         async with asyncio.TaskGroup() as late:
@@ -85,11 +85,11 @@ class Relay:
                     source.links[message.peer] = message
                     continue
                 assert message.peer == target.name
-                for delay_s in self._fate():
+                for delay_s in self._fate(message.body):
                     late.create_task(self._deliver(source, target, message.body, delay_s))
 
-    def _fate(self) -> list[float]:
-        if self.cut:
+    def _fate(self, body: bytes) -> list[float]:
+        if self.cut or (self.loses is not None and self.loses in body):
             return []
         if self._random is None:
             return [0.0]
@@ -148,7 +148,8 @@ class Pair:
 
 
 def config(model: Path, role: str, **settings: Any) -> EngineConfig:
-    engine = {"block_size": 16, "max_num_batched_tokens": 64, "num_kv_blocks": 96}
+    engine: dict[str, Any] = {"block_size": 16, "max_num_batched_tokens": 64, "num_kv_blocks": 96}
+    engine["reserve_output"] = True
     engine |= {name: settings.pop(name) for name in list(settings) if name in engine}
     return EngineConfig(
         model=str(model),

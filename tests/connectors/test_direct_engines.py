@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -52,12 +54,19 @@ async def hand_over(pair: Pair, name: str = "r") -> list[int]:
     return pair.answer(name)
 
 
-@pytest.mark.parametrize("transport", ["shm", "tcp", "grpc"])
+@pytest.mark.parametrize(
+    ("transport", "prefill_block", "decode_block"),
+    [("shm", 16, 16), ("tcp", 32, 16), ("grpc", 16, 32)],
+)
 async def test_the_answer_is_that_of_one_engine(
-    model: Path, alone: list[int], transport: str
+    model: Path, alone: list[int], transport: str, prefill_block: int, decode_block: int
 ) -> None:
-    settings = {"transports": transport}
-    async with running_pair(model, prefill=settings, decode=settings) as pair:
+    """Over each transport, and with unlike blocks."""
+    async with running_pair(
+        model,
+        prefill={"transports": transport, "block_size": prefill_block},
+        decode={"transports": transport, "block_size": decode_block},
+    ) as pair:
         assert await hand_over(pair) == alone
         # the first token is prefill's, all others are decode's
         assert [position for position, _ in pair.prefill.tokens["r"]] == [0]
@@ -66,3 +75,144 @@ async def test_the_answer_is_that_of_one_engine(
         link = pair.decode.links[PREFILL]
         assert link.usable
         assert link.transport == transport
+
+
+async def test_answers_are_the_same_over_a_bad_network_with_unlike_blocks_and_warm_caches(
+    model: Path, alone: list[int]
+) -> None:
+    """Control messages get lost, come twice and out of order; chunks end inside blocks."""
+    settings = {"repeat_s": 0.02}
+    async with running_pair(
+        model,
+        seed=1,
+        prefill={**settings, "block_size": 16, "max_num_batched_tokens": 40},
+        decode={**settings, "block_size": 32, "num_kv_blocks": 40},
+    ) as pair:
+        names = [f"r{i}" for i in range(6)]
+        await asyncio.gather(*(pair.submit(name, PROMPT, **SAMPLING) for name in names))
+        await asyncio.gather(*(pair.ended(name) for name in names))
+        for name in names:
+            assert pair.answer(name) == alone
+        # one whose prefix both sides have
+        assert await hand_over(pair, "again") == alone
+        assert pair.prefill.client.stats.prefix_cache_hits
+        assert pair.decode.client.stats.prefix_cache_hits
+        assert not pair.decode.failures
+
+
+async def test_nothing_leaks_when_requests_end_early_anywhere(
+    model: Path, alone: list[int]
+) -> None:
+    async with running_pair(model, prefill={"max_num_batched_tokens": 16}) as pair:
+        for number, delay_s in enumerate((0.0, 0.002, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08)):
+            for first, second in ((pair.prefill, pair.decode), (pair.decode, pair.prefill)):
+                name = f"{first.name}-{number}"
+                await pair.submit(name, PROMPT, **{**SAMPLING, "max_tokens": 300})
+                await asyncio.sleep(delay_s)
+                await first.client.abort([name])
+                await second.client.abort([name])
+                await pair.ended(name)
+                await pair.all_free()
+        # the first token may end it: prefill says so, whoever sent it releases decode
+        await pair.submit("short", PROMPT, max_tokens=1)
+        await pair.prefill.ended("short")
+        assert pair.prefill.ends["short"] is FinishReason.LENGTH
+        await pair.decode.client.abort(["short"])
+        await pair.decode.ended("short")
+        await pair.all_free()
+        assert await hand_over(pair) == alone
+
+
+async def test_decode_gives_up_on_a_prefill_worker_that_is_silent_or_gone(
+    model: Path, alone: list[int]
+) -> None:
+    settings = {"silence_s": 0.5, "max_num_batched_tokens": 16, "verdict_s": 0.5}
+    async with running_pair(model, prefill=settings, decode=settings) as pair:
+        prefill = pair.prefill.client.pid
+        assert prefill is not None
+        # one that never begins
+        await pair.submit_decode("early", PROMPT, ttl_s=0.2)
+        await pair.decode.ended("early")
+        assert "did not begin in time" in pair.decode.failures["early"]
+        # one that hangs
+        await pair.submit("slow", PROMPT * 3, **SAMPLING)
+        await pair.decode.until(lambda: pair.decode.num_free < 96)
+        os.kill(prefill, signal.SIGSTOP)
+        await pair.decode.ended("slow")
+        assert pair.decode.ends["slow"] is FinishReason.ERROR
+        assert pair.decode.failures["slow"]
+        await pair.decode.all_free()
+        os.kill(prefill, signal.SIGCONT)
+        await pair.prefill.client.abort(["slow"])
+        await pair.prefill.ended("slow")
+        assert await hand_over(pair) == alone
+        # one that dies
+        await pair.submit("dead", PROMPT[::-1] * 3, **SAMPLING)
+        await pair.decode.until(lambda: pair.decode.num_free < 96)
+        os.kill(prefill, signal.SIGKILL)
+        pair.lose_prefill()
+        await pair.decode.ended("dead")
+        assert pair.decode.failures["dead"]
+        await pair.decode.all_free()
+        # and decode computes what it must itself
+        await pair.decode.client.submit(make_request("own", PROMPT, **SAMPLING))
+        await pair.decode.ended("own")
+        assert [token for _, token in pair.decode.tokens["own"]] == alone
+
+
+async def test_prefill_takes_its_blocks_back_from_a_reader_that_never_comes(model: Path) -> None:
+    settings = {"lease_s": 0.4}
+    async with running_pair(model, prefill=settings, decode=settings) as pair:
+        await pair.submit_prefill("r", PROMPT, **SAMPLING)
+        await pair.prefill.ended("r")
+        assert pair.prefill.commits["r"].num_tokens == 0
+        assert len(pair.prefill.tokens["r"]) == 1
+        await pair.prefill.all_free()
+        # a reader that was told too late learns that it is gone
+        pair.relay.cut = True
+        await pair.submit("cut", PROMPT, **SAMPLING)
+        await pair.prefill.ended("cut")
+        await pair.prefill.all_free()
+        await pair.decode.client.abort(["cut"])
+        await pair.decode.all_free()
+
+
+async def test_decode_waits_for_room_but_not_for_ever(model: Path, alone: list[int]) -> None:
+    decode = {"num_kv_blocks": 32, "reserve_s": 0.3}
+    async with running_pair(model, decode=decode) as pair:
+        # one that has all its blocks, and waits for the end of its prompt
+        pair.relay.loses = b"COMMIT"
+        await pair.submit("full", PROMPT * 2, **SAMPLING)
+        await pair.decode.until(lambda: pair.decode.num_free < 32)
+        await pair.submit("late", PROMPT[::-1] * 2, **SAMPLING)
+        await pair.decode.ended("late")
+        assert "no room" in pair.decode.failures["late"]
+        pair.relay.loses = None
+        await pair.decode.client.abort(["full"])
+        await pair.prefill.client.abort(["full", "late"])
+        await pair.ended("full")
+        await pair.all_free()
+        assert await hand_over(pair) == alone
+        # log probabilities of the prompt are prefill's to give: decode computes none of it
+        await pair.submit("logprobs", PROMPT, prompt_logprobs=1, logprobs=2, **SAMPLING)
+        await pair.ended("logprobs")
+        assert pair.prefill.commits["logprobs"].num_tokens == len(PROMPT)
+        assert pair.answer("logprobs") == alone
+
+
+async def test_a_preempted_prompt_is_not_read(model: Path, alone: list[int]) -> None:
+    """Beside a request that grows, the pool of prefill is too small for the prompt under way."""
+    prefill = {"num_kv_blocks": 32, "max_num_batched_tokens": 17, "reserve_output": False}
+    async with running_pair(model, prefill=prefill) as pair:
+        grows = make_request("grows", PROMPT[:90], max_tokens=60, temperature=0.0)
+        await pair.prefill.client.submit(grows)
+        await pair.prefill.until(lambda: pair.prefill.tokens.get("grows"))
+        long = [(5 * i) % 250 for i in range(400)]
+        await pair.submit("r", long, **SAMPLING)
+        await pair.ended("r")
+        assert pair.prefill.client.stats.num_preemptions == 1
+        assert "REVOKE" in pair.decode.failures["r"]
+        assert pair.prefill.commits["r"].num_tokens == 0
+        await pair.prefill.ended("grows")
+        await pair.all_free()
+        assert await hand_over(pair, "again") == alone

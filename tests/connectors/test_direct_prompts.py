@@ -1,0 +1,451 @@
+"""Both sides of a direct hand-off in virtual time, over a network and schedules of any kind.
+
+Blocks really hold bytes here. A side that gives blocks back has them overwritten at once, so that
+KV that was read too late, or of another prompt, does not pass for the right one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from diptych.connectors.direct_checksums import HostChecksums
+from diptych.connectors.direct_given import GivenPrompt, GivenPrompts
+from diptych.connectors.direct_messages import TO_DECODE, HandoffMessage
+from diptych.connectors.direct_reports import DirectReports
+from diptych.connectors.direct_settings import DirectSettings
+from diptych.connectors.direct_taken import TakenPrompt, TakenPrompts
+from diptych.connectors.handoff import Event
+from diptych.connectors.peer_reads import RangeRead, RangeResult
+from diptych.connectors.plan_geometry import PoolGeometry, Span
+from diptych.connectors.transports.base import ReadFailure, ReadState
+from diptych.errors import TransferError
+
+SETTINGS = DirectSettings(
+    repeat_s=1, lease_s=20, reserve_s=15, read_s=10, silence_s=10, verdict_s=10
+)
+PEER, OURS = "prefill", "decode"
+NUM_BLOCKS, ATOM = 16, 8
+P_BLOCK, D_BLOCK = 4, 8
+KINDS = ["go", "go", "go", "go", "step", "deliver", "deliver", "read", "read", "read", "lose"]
+KINDS += ["double", "fail", "hang", "time", "preempt", "release", "end", "gone", "corrupt"]
+
+
+def pool(block_size: int, num_blocks: int) -> PoolGeometry:
+    return PoolGeometry(
+        num_blocks=num_blocks,
+        block_size=block_size,
+        heads=Span(0, 2),
+        layers=Span(0, 1),
+        atom_bytes=ATOM,
+    )
+
+
+class Blocks:
+    """One side's pool: `[num_blocks, 2 heads, 1 layer, 2 parts, slots, atom]`."""
+
+    def __init__(self, block_size: int, seed: int) -> None:
+        self.geometry = pool(block_size, NUM_BLOCKS)
+        self.size = block_size
+        self.bytes = np.zeros(self.geometry.num_bytes, np.uint8)
+        self.rows = self.bytes.reshape(NUM_BLOCKS, 2, 1, 2, block_size, ATOM)
+        self._rng = np.random.default_rng(seed)
+        self.scramble(range(NUM_BLOCKS))
+        self.free = list(range(NUM_BLOCKS))
+
+    def scramble(self, ids: Iterator[int] | range | list[int]) -> None:
+        for block in ids:
+            self.rows[block] = self._rng.integers(0, 256, self.rows[block].shape, np.uint8)
+
+    def take(self, num_tokens: int) -> list[int]:
+        return [self.free.pop() for _ in range(-(-num_tokens // self.size))]
+
+    def give_back(self, ids: list[int]) -> None:
+        assert not set(ids) & set(self.free)
+        self.free += ids
+        self.scramble(ids)
+
+    def at(self, ids: list[int], position: int) -> np.ndarray:
+        return self.rows[ids[position // self.size], :, :, :, position % self.size]
+
+
+@dataclass
+class Reads:
+    """Reads that copy when they are told to."""
+
+    source: Blocks
+    target: Blocks
+    open: dict[str, RangeRead] = field(default_factory=dict)
+    results: list[RangeResult] = field(default_factory=list)
+    hung: set[str] = field(default_factory=set)
+
+    def read(self, order: RangeRead) -> None:
+        assert order.read_id not in self.open
+        self.open[order.read_id] = order
+
+    def cancel(self, read_id: str) -> None:
+        if read_id in self.open:
+            self.end(read_id, ReadState.QUARANTINED)
+            self.hung.add(read_id)
+
+    def copy(self, read_id: str) -> None:
+        """The bytes as they are now; a late one may still write."""
+        order = self.open[read_id]
+        ours, theirs = order.target_blocks.ids.tolist(), order.source_blocks.ids.tolist()
+        for position in range(order.start_token, order.end_token):
+            self.target.at(ours, position)[:] = self.source.at(theirs, position)
+
+    def end(self, read_id: str, state: ReadState) -> None:
+        order = self.open[read_id]
+        if state is not ReadState.QUARANTINED:
+            del self.open[read_id]
+            self.hung.discard(read_id)
+        failure = None if state is ReadState.DONE else ReadFailure.DEADLINE
+        self.results.append(
+            RangeResult(order.read_id, state, failure, "", 0, 0.0, frozenset({"test"}))
+        )
+
+
+class World:
+    """A prefill and a decode engine with one request each, and all that lies between them."""
+
+    def __init__(self, num_tokens: int, local_tokens: int, *, verify: bool = True) -> None:
+        self.now = 0.0
+        self.verify = verify
+        self.num_tokens = num_tokens
+        self.local = local_tokens
+        self.network: list[tuple[str, HandoffMessage]] = []
+        self.source, self.target = Blocks(P_BLOCK, 1), Blocks(D_BLOCK, 2)
+        self.reads = Reads(self.source, self.target)
+        self.p_reports, self.d_reports = DirectReports(), DirectReports()
+        self.prefill = GivenPrompts(
+            SETTINGS,
+            self.p_reports,
+            self._send,
+            self._clock,
+            block_size=P_BLOCK,
+            checksums=HostChecksums(self.source.bytes, self.source.geometry) if verify else None,
+        )
+        self.decode = TakenPrompts(
+            SETTINGS,
+            self.d_reports,
+            self._send,
+            self.reads,
+            self._clock,
+            granule=lambda _: max(P_BLOCK, D_BLOCK),
+            source_block=lambda _: P_BLOCK,
+            checksums=HostChecksums(self.target.bytes, self.target.geometry) if verify else None,
+        )
+        rng = np.random.default_rng(3)
+        self.kv = rng.integers(0, 256, (num_tokens, 2, 1, 2, ATOM), np.uint8)
+        self.p_blocks = self.source.take(num_tokens)
+        self.d_blocks: list[int] = []
+        self.computed = 0
+        self.state_p, self.state_d = "running", "waiting"
+        self.received = False
+        self.broken = False
+        self.decode.offer(
+            TakenPrompt(request_id="r", epoch=1, peer=PEER, num_tokens=num_tokens, ttl_s=30)
+        )
+
+    def _send(self, peer: str, message: HandoffMessage) -> None:
+        assert (peer == OURS) == (message.kind in TO_DECODE)
+        self.network.append((peer, HandoffMessage.decode(message.encode())))
+
+    def _clock(self) -> float:
+        return self.now
+
+    # --- what may happen
+
+    def step(self, count: int) -> None:
+        """Prefill computes some more; the last step samples and hands over."""
+        if self.state_p != "running":
+            return
+        self.prefill.begin(GivenPrompt(request_id="r", epoch=1, peer=OURS, kv_namespace="n"))
+        end = min(self.num_tokens, self.computed + count)
+        for position in range(self.computed, end):
+            self.source.at(self.p_blocks, position)[:] = self.kv[position]
+        self.computed = end
+        if end < self.num_tokens:
+            self.prefill.computed("r", end, self.p_blocks)
+        else:
+            self.state_p = "handed off"
+            self.prefill.done("r", end, self.p_blocks, 77, 3)
+
+    def deliver(self, index: int, *, lose: bool = False, double: bool = False) -> None:
+        if not self.network:
+            return
+        at = index % len(self.network)
+        peer, message = self.network[at]
+        if not double:
+            del self.network[at]
+        if lose:
+            return
+        (self.prefill if peer == PEER else self.decode).take(
+            OURS if peer == PEER else PEER, message
+        )
+
+    def read(self, index: int, how: str) -> None:
+        if not self.reads.open:
+            return
+        read_id = sorted(self.reads.open)[index % len(self.reads.open)]
+        if how == "hang":
+            if read_id not in self.reads.hung:
+                self.reads.hung.add(read_id)
+                self.reads.end(read_id, ReadState.QUARANTINED)
+            return
+        late = read_id in self.reads.hung
+        if how == "read":
+            self.reads.copy(read_id)
+        if how == "corrupt":
+            how = "fail" if late or not self.verify else how
+        if how == "corrupt":
+            self.reads.copy(read_id)
+            self.target.at(self.d_blocks, self.reads.open[read_id].end_token - 1)[0, 0, 0, 0] ^= 1
+        self.reads.end(read_id, ReadState.FAILED if late or how == "fail" else ReadState.DONE)
+
+    def preempt(self) -> None:
+        if self.state_p == "running" and self.computed:
+            self.state_p = "preempted"
+            self._drop_prefill()
+            self.prefill.preempted("r")
+
+    def release_prefill(self) -> None:
+        if self.state_p == "handed off":
+            self.prefill.released("r")
+        elif self.state_p in ("running", "preempted"):
+            self._drop_prefill()
+            self.state_p = "ended"
+            self.prefill.released("r")
+
+    def end_decode(self) -> None:
+        if self.state_d == "ended":
+            return
+        if self.state_d in ("loading",):
+            self.state_d = "quarantined"
+        else:
+            self._drop_decode()
+            self.state_d = "ended"
+        self.decode.released("r")
+
+    def pass_time(self, seconds: float) -> None:
+        self.now += seconds
+        self.prefill.tick()
+        self.decode.tick()
+
+    # --- schedulers
+
+    def settle(self) -> None:
+        """What both schedulers do between steps."""
+        for result in self.reads.results:
+            self.decode.read_ended(result)
+        self.reads.results.clear()
+        self._settle_prefill()
+        self._settle_decode()
+
+    def _settle_prefill(self) -> None:
+        output = self.p_reports.take()
+        if "r" in output.finished_sending:
+            assert self.state_p == "handed off", "blocks come back once"
+            if "r" in output.commits:
+                assert self.received or self.state_d != "running"
+            self._drop_prefill()
+            self.state_p = "ended"
+
+    def _settle_decode(self) -> None:
+        if self.state_d == "waiting" and self.d_reports.is_announced("r"):
+            self.state_d = "loading"
+            self.d_blocks = self.target.take(self.num_tokens + 1)
+            for position in range(self.local):
+                self.target.at(self.d_blocks, position)[:] = self.kv[position]
+            self.decode.reserved("r", self.local, self.d_blocks)
+        output = self.d_reports.take()
+        if "r" in output.finished_recving:
+            if self.state_d == "loading":
+                assert output.handed_over["r"].token_id == 77
+                self._check_kv()
+                self.received, self.state_d = True, "running"
+            elif self.state_d == "quarantined":
+                assert not self.reads.open, "nothing writes blocks that are free"
+                self._drop_decode()
+                self.state_d = "ended"
+        if "r" in output.failed_handoffs and self.state_d in ("waiting", "loading"):
+            self.end_decode()
+
+    def _check_kv(self) -> None:
+        for position in range(self.num_tokens):
+            np.testing.assert_array_equal(
+                self.target.at(self.d_blocks, position), self.kv[position]
+            )
+
+    def _drop_prefill(self) -> None:
+        self.source.give_back(self.p_blocks)
+        self.p_blocks = []
+
+    def _drop_decode(self) -> None:
+        self.target.give_back(self.d_blocks)
+        self.d_blocks = []
+
+    # --- ends
+
+    def run(self, kind: str, number: int) -> None:
+        match kind:
+            case "go":
+                self.step(1 + number % 9)
+                for _ in range(len(self.network)):
+                    self.deliver(0)
+            case "step":
+                self.step(1 + number % 9)
+            case "deliver" | "lose" | "double":
+                self.deliver(number, lose=kind == "lose", double=kind == "double")
+            case "read" | "fail" | "hang" | "corrupt":
+                self.read(number, kind)
+            case "time":
+                self.pass_time(0.5 + number % 8)
+            case "preempt":
+                self.preempt()
+            case "release":
+                self.release_prefill()
+            case "end":
+                self.end_decode()
+            case "gone":
+                self.decode.peer_gone(PEER, "gone")
+        self.settle()
+
+    def quiet(self) -> None:
+        """Nothing goes wrong any more: prefill computes, all arrives, time passes."""
+        for _ in range(300):
+            self.run("step", 5)
+            while self.network:
+                self.run("deliver", 0)
+            for _ in list(self.reads.open):
+                self.run("read", 0)
+            self.run("time", 0)
+        if self.state_p == "preempted":
+            self.release_prefill()
+        if self.state_d == "running":
+            self.end_decode()
+        for _ in range(60):
+            self.run("time", 2)
+
+    def check_end(self) -> None:
+        assert (self.state_p, self.state_d) == ("ended", "ended")
+        assert sorted(self.source.free) == sorted(self.target.free) == list(range(NUM_BLOCKS))
+        assert len(self.decode) == self.prefill.num_held == 0
+        assert self.decode.next_at_s() is None
+        assert self.prefill.next_at_s() is None
+        assert not self.reads.open
+        assert not self.d_reports.is_announced("r")
+
+
+MOVES = st.lists(st.tuples(st.sampled_from(KINDS), st.integers(0, 31)), min_size=5, max_size=60)
+
+
+@settings(max_examples=400, deadline=None)
+@given(moves=MOVES, num_tokens=st.integers(1, 40), local=st.integers(0, 4), verify=st.booleans())
+def test_any_schedule_ends_with_the_right_kv_or_none_and_no_block_lost(
+    moves: list[tuple[str, int]], num_tokens: int, local: int, verify: bool
+) -> None:
+    local_tokens = min(local * D_BLOCK, (num_tokens - 1) // D_BLOCK * D_BLOCK)
+    world = World(num_tokens, local_tokens, verify=verify)
+    for kind, number in moves:
+        world.run(kind, number)
+    world.quiet()
+    world.check_end()
+
+
+@pytest.mark.parametrize("num_tokens", [1, 8, 13, 40])
+@pytest.mark.parametrize("chunk", [1, 4, 6, 40])
+def test_without_bad_luck_the_kv_arrives(num_tokens: int, chunk: int) -> None:
+    world = World(num_tokens, 0)
+    while world.state_p == "running":
+        world.run("step", chunk - 1)
+        while world.network:
+            world.run("deliver", 0)
+        while world.reads.open:
+            world.run("read", 0)
+    while world.network:
+        world.run("deliver", 0)
+    assert world.received
+    assert world.prefill.num_valid == 1
+    world.quiet()
+    world.check_end()
+
+
+def test_a_chunk_is_read_while_the_next_is_computed() -> None:
+    world = World(40, 0)
+    world.run("step", 7)
+    world.run("deliver", 0)
+    world.run("deliver", 0)
+    while world.network:
+        world.run("deliver", 0)
+    assert [order.end_token for order in world.reads.open.values()] == [8]
+    assert world.state_p == "running"
+
+
+@pytest.mark.parametrize("how", ["release", "preempt", "lease"])
+def test_kv_that_is_read_after_its_blocks_were_given_away_is_not_used(how: str) -> None:
+    world = World(20, 0, verify=False)
+    for _ in range(2 if how == "preempt" else 3):
+        world.run("go", 8)
+    if how == "lease":
+        # the reader is there, but its messages do not arrive
+        world.now += SETTINGS.lease_s
+        world.prefill.tick()
+        world.settle()
+    else:
+        world.run(how, 0)
+    world.network.clear()
+    assert not world.p_blocks
+    while world.reads.open:
+        world.run("read", 0)
+    world.quiet()
+    assert world.state_d == "ended"
+    assert not world.received
+    world.check_end()
+
+
+def test_a_lost_verdict_is_asked_for_again() -> None:
+    world = World(20, 0)
+    for _ in range(3):
+        world.run("go", 8)
+    while world.reads.open:
+        world.run("read", 0)
+    assert [message.kind for _, message in world.network][-1] is Event.READ_DONE
+    for _ in range(3):
+        world.network.clear()
+        world.run("time", 1)
+    while world.network:
+        world.run("deliver", 0)
+    assert world.received
+    world.quiet()
+    world.check_end()
+
+
+def test_corrupt_kv_is_not_used() -> None:
+    world = World(20, 0)
+    world.run("step", 8)
+    world.run("step", 8)
+    world.run("step", 8)
+    while world.network:
+        world.run("deliver", 0)
+    world.run("corrupt", 0)
+    while world.reads.open:
+        world.run("read", 0)
+    assert world.decode.num_corrupt == 1
+    assert not world.received
+    world.quiet()
+    world.check_end()
+
+
+def test_what_is_no_message_is_refused() -> None:
+    with pytest.raises(TransferError, match="cannot be read"):
+        HandoffMessage.decode(b"\x81\x01")
+    ticket = HandoffMessage(kind=Event.TICKET, request_id="r", epoch=1)
+    with pytest.raises(TransferError, match="no engine is to send"):
+        HandoffMessage.decode(ticket.encode())
