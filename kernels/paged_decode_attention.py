@@ -318,24 +318,30 @@ def paged_decode_attention(
         **early_start(q.device),
     )
     if splits > MAX_JOINED:
-        _reduce_kernel[(num_seqs * num_heads,)](
-            out,
-            partial,
-            partial_lse,
-            seq_lens,
-            splits,
-            H=num_heads,
-            D=head_dim,
-            BD=block_d,
-            BN=block_n,
-            WINDOW=sliding_window,
-            MIN=min_split,
-            # few variants, so that few are compiled while serving
-            MAX=8 if splits <= 8 else MAX_SPLITS,
-            num_warps=4,
-            **early_start(q.device),
-        )
+        sizes = {"BD": block_d, "BN": block_n, "WINDOW": sliding_window, "MIN": min_split}
+        _reduce(out, partial, partial_lse, seq_lens, sizes)
     return out
+
+
+def _reduce(
+    out: Tensor, partial: Tensor, partial_lse: Tensor, seq_lens: Tensor, sizes: dict[str, int]
+) -> None:
+    """Join the parts, `[S, H, splits, D]`, by a launch of their own."""
+    num_seqs, num_heads, splits, head_dim = partial.shape
+    _reduce_kernel[(num_seqs * num_heads,)](
+        out,
+        partial,
+        partial_lse,
+        seq_lens,
+        splits,
+        **sizes,
+        H=num_heads,
+        D=head_dim,
+        # few variants, so that few are compiled while serving
+        MAX=8 if splits <= 8 else MAX_SPLITS,
+        num_warps=4,
+        **early_start(out.device),
+    )
 
 
 class PagedDecode:
