@@ -427,6 +427,25 @@ def test_a_lost_verdict_is_asked_for_again() -> None:
     world.check_end()
 
 
+def test_a_reader_that_did_not_hear_of_the_end_learns_of_it() -> None:
+    """What prefill said of it came before decode had anything to give up, or not at all."""
+    world = World(40, 0)
+    world.run("step", 7)
+    world.deliver(0)  # announced, but nothing is reserved yet
+    world.preempt()
+    while world.network:
+        world.deliver(0)
+    world.settle()
+    assert world.state_d == "loading"
+    world.run("time", 0)
+    while world.network:
+        world.run("deliver", 0)
+    assert world.now < SETTINGS.silence_s
+    assert world.state_d == "ended" or world.reads.open
+    world.quiet()
+    world.check_end()
+
+
 def test_corrupt_kv_is_not_used() -> None:
     world = World(20, 0)
     world.run("step", 8)

@@ -274,7 +274,7 @@ class GivenPrompts:
 
     def _answer_unknown(self, peer: str, message: HandoffMessage) -> None:
         self.num_ignored += 1
-        if message.kind is Event.READ_DONE:
+        if message.kind in (Event.READ_DONE, Event.RENEW):
             gone = HandoffMessage(
                 kind=Event.GONE, request_id=message.request_id, epoch=message.epoch
             )

@@ -15,6 +15,7 @@ from diptych.connectors.base import (
 )
 from diptych.connectors.direct_driver import DirectDriver
 from diptych.connectors.direct_given import GivenPrompt
+from diptych.connectors.direct_local import LocalRequest
 from diptych.connectors.direct_taken import TakenPrompt
 from diptych.engine.control_port import ControlPort
 from diptych.engine.request import HandoffPeer, KVTransferParams
@@ -39,7 +40,11 @@ class DirectMetadata(KVConnectorMetadata):
 
 class DirectScheduler(KVConnectorScheduler):
     """Decides nothing that waits: a request that reads a peer is passed over until its KV is
-    announced, one that is read goes its way as any other."""
+    announced, one that is read goes its way as any other.
+
+    `other`, where there is one, has the requests that no peer takes part in, and the prefixes of
+    those that a peer reads.
+    """
 
     def __init__(
         self,
@@ -64,42 +69,40 @@ class DirectScheduler(KVConnectorScheduler):
 
     def request_added(self, request: RequestView) -> None:
         params = request.kv_transfer_params
-        if params is not None and params.peer is not None:
-            if params.reads_peer:
-                self._offer(request, params, params.peer)
+        if params is not None and params.peer is not None and params.reads_peer:
+            self._offer(request, params, params.peer)
         elif self._other is not None:
-            self._other.request_added(request)
+            self._other.request_added(_for_other(request))
 
     def request_preempted(self, request: RequestView) -> bool:
-        if not _is_direct(request):
-            return self._other is not None and self._other.request_preempted(request)
         if request.request_id in self._given:
             # what was announced is no longer there: its reader looks for another attempt
             self._lapsed.add(request.request_id)
             self._driver.preempted(request.request_id)
-        return False
+        if self._other is None or request.request_id in self._taken:
+            return False
+        return self._other.request_preempted(_for_other(request))
 
     def get_num_new_matched_tokens(
         self, request: RequestView, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        params = request.kv_transfer_params
-        if params is None or params.peer is None:
-            if self._other is None:
-                return 0, False
-            return self._other.get_num_new_matched_tokens(request, num_computed_tokens)
-        if not params.reads_peer:
+        if request.request_id in self._taken:
+            if not self._driver.reports.is_announced(request.request_id):
+                return None, False
+            return request.num_tokens - num_computed_tokens, True
+        if self._other is None:
             return 0, False
-        if not self._driver.reports.is_announced(request.request_id):
-            return None, False
-        return request.num_tokens - num_computed_tokens, True
+        return self._other.get_num_new_matched_tokens(_for_other(request), num_computed_tokens)
 
     def update_state_after_alloc(
         self, request: RequestView, block_ids: list[int], num_external_tokens: int
     ) -> None:
-        if not _is_direct(request):
+        if request.request_id not in self._taken:
             if self._other is not None:
-                self._other.update_state_after_alloc(request, block_ids, num_external_tokens)
-        elif request.request_id in self._taken and num_external_tokens:
+                self._other.update_state_after_alloc(
+                    _for_other(request), block_ids, num_external_tokens
+                )
+        elif num_external_tokens:
             local = request.num_tokens - num_external_tokens
             self._driver.reserved(request.request_id, local, block_ids)
 
@@ -107,30 +110,32 @@ class DirectScheduler(KVConnectorScheduler):
         self, scheduled: dict[str, tuple[RequestView, list[int], int]]
     ) -> DirectMetadata:
         metadata = DirectMetadata()
-        others = {}
-        for request_id, entry in scheduled.items():
-            request, block_ids, num_tokens = entry
+        others: dict[str, tuple[RequestView, list[int], int]] = {}
+        for request_id, (request, block_ids, num_tokens) in scheduled.items():
+            if request_id in self._taken:
+                continue
+            others[request_id] = (_for_other(request), block_ids, num_tokens)
             params = request.kv_transfer_params
-            if params is None or params.peer is None:
-                others[request_id] = entry
-            elif params.do_remote_decode and request_id not in self._lapsed:
-                self._begin(request, params, params.peer)
-                if num_tokens < request.num_tokens:
-                    metadata.chunks.append(ComputedChunk(request_id, num_tokens, list(block_ids)))
+            if params is None or params.peer is None or request_id in self._lapsed:
+                continue
+            self._begin(request, params, params.peer)
+            if num_tokens < request.num_tokens:
+                metadata.chunks.append(ComputedChunk(request_id, num_tokens, list(block_ids)))
         if self._other is not None:
             metadata.other = self._other.build_connector_meta(others)
         return metadata
 
     def request_finished(self, request: RequestView, block_ids: list[int]) -> bool:
         request_id = request.request_id
-        if not _is_direct(request):
-            return self._other is not None and self._other.request_finished(request, block_ids)
         if request_id in self._taken:
             self._taken.discard(request_id)
             self._driver.taken_released(request_id)
             return False
+        sends = False
+        if self._other is not None:
+            sends = self._other.request_finished(_for_other(request), block_ids)
         if request_id not in self._given:
-            return False
+            return sends
         self._given.discard(request_id)
         lapsed = request_id in self._lapsed
         self._lapsed.discard(request_id)
@@ -191,6 +196,7 @@ class DirectScheduler(KVConnectorScheduler):
         )
 
 
-def _is_direct(request: RequestView) -> bool:
+def _for_other(request: RequestView) -> RequestView:
+    """What the connector beside sees of it."""
     params = request.kv_transfer_params
-    return params is not None and params.peer is not None
+    return request if params is None or params.peer is None else LocalRequest(request)

@@ -286,6 +286,10 @@ PREFILL_ROWS: list[Row] = [
     *_row((S.QUEUED, S.PREFILLING), E.READ_DONE, None, A.LAPSE, A.KEEP_GONE, A.ANSWER),
     *_row(S.IDLE, E.READ_DONE, None, A.ANSWER_GONE),
     *_row(PREFILL_STATES, E.READ_DONE, None, A.ANSWER_GONE, ages=_FOREIGN),
+    # a reader that did not hear of the end, or heard of it before it could use it
+    *_row(S.FREED, E.RENEW, None, A.ANSWER),
+    *_row(S.IDLE, E.RENEW, None, A.ANSWER_GONE),
+    *_row(PREFILL_STATES, E.RENEW, None, A.ANSWER_GONE, ages=_FOREIGN),
     *_row(S.PREFILLING, E.LEASE_END, None, A.LAPSE),
     *_row(S.HOLDING, E.LEASE_END, S.FREED, A.LAPSE, A.KEEP_GONE, A.REPORT, A.FREE),
     *_row(S.HOLDING, E.RESERVE_DEADLINE, S.STORED, A.KEEP_GONE, A.SEND_STORED, A.FREE),
