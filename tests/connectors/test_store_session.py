@@ -112,7 +112,7 @@ def test_a_byte_flipped_on_its_way_into_the_store_is_seen_by_the_reader_and_the_
     name, data = key(), os.urandom(10_000)
     with session_over(node, 5_000, to_client=False) as session:
         item = PutItem(name, len(data), lambda view: view.__setitem__(slice(None), data))
-        [result] = session.put([item], session.ask_put([item], "", until()), until())
+        [result] = session.put([item], session.ask_put([item], "", until()), until()).finish()
         assert result.outcome is Outcome.OK  # nobody has looked at the bytes yet
         assert read(session, name).outcome is Outcome.CORRUPT
         assert read(session, name).outcome is Outcome.NOT_FOUND

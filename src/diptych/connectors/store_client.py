@@ -19,7 +19,13 @@ import grpc
 from diptych.connectors.store_breaker import CircuitBreaker
 from diptych.connectors.store_pipeline import Pipeline
 from diptych.connectors.store_results import GetResult, Outcome, PutItem, PutResult
-from diptych.connectors.store_session import ControlCalls, OutOfTimeError, Sink, StoreSession
+from diptych.connectors.store_session import (
+    ControlCalls,
+    OutOfTimeError,
+    Sink,
+    StoreSession,
+    Written,
+)
 from diptych.connectors.store_transport import open_mover
 from diptych.errors import TransferError
 from diptych.proto import kvstore_pb2 as pb
@@ -96,13 +102,23 @@ class StoreClient:
         line = Pipeline(
             list(_put_batches(items)), lambda session, batch: session.ask_put(batch, tenant, until)
         )
+        before: Written | None = None
         for batch in line.batches:
-            done = self._attempt(
+            written = self._attempt(
                 lambda s: s.put(line.current, line.answer(s), until, line.meanwhile(s)), until
             )
-            results += done or [PutResult(Outcome.UNAVAILABLE)] * len(batch)
+            results += self._finish(before, until)
+            lost = [PutResult(Outcome.UNAVAILABLE)] * len(batch)
+            before = written or Written(lost, [], [], None)
             line.advance()
-        return results
+        return results + self._finish(before, until)
+
+    def _finish(self, written: Written | None, until: float) -> list[PutResult]:
+        """The results of a batch that the node is publishing while the next one is written."""
+        if written is None:
+            return []
+        done = self._attempt(lambda _: written.finish(), until)
+        return done or [PutResult(Outcome.UNAVAILABLE)] * len(written.results)
 
     def get_many(
         self, keys: Sequence[bytes], sink: Sink, timeout_s: float | None = None

@@ -74,6 +74,30 @@ class Ahead:
     asked_at: float
 
 
+@dataclass(slots=True)
+class Written:
+    """A batch whose bytes are in the store; whether they are published, `finish` tells."""
+
+    results: list[PutResult]
+    granted: list[int]
+    checksums: list[int | None]
+    published: Any
+
+    def finish(self) -> list[PutResult]:
+        """The batch's results; what was not written in time has EXPIRED.
+
+        Raises:
+            grpc.RpcError: the node is lost.
+        """
+        statuses: Iterator[int] = iter(())
+        if self.published is not None:
+            statuses = iter(self.published.result().statuses)
+        for at, checksum in zip(self.granted, self.checksums, strict=True):
+            outcome = Outcome.EXPIRED if checksum is None else outcome_of(next(statuses))
+            self.results[at] = PutResult(outcome, (checksum or 0) * (outcome is Outcome.OK))
+        return self.results
+
+
 class StoreSession:
     """One incarnation of the node, and the way to its bytes.
 
@@ -102,25 +126,25 @@ class StoreSession:
         ahead: Ahead,
         until: float,
         meanwhile: Callable[[], None] = _nothing,
-    ) -> list[PutResult]:
-        """One batch.
+    ) -> Written:
+        """Write one batch, and ask for it to be published.
 
         Raises:
             grpc.RpcError, OSError, TransferError: the node is lost, or another incarnation.
             OutOfTimeError: it took too long.
         """
-        stub = self._calls.stub
         reserved = ahead.answer.result().reservations
         meanwhile()
         results = [PutResult(outcome_of(r.status), r.checksum) for r in reserved]
         granted = [at for at, r in enumerate(reserved) if r.status == pb.ITEM_STATUS_OK]
         if not granted:
-            return results
+            return Written(results, [], [], None)
         # nobody can stop a write into mapped memory: begin none near the reservation's end
         half_s = min(reserved[at].ttl_ms for at in granted) / 2000
         moves = [
             _move(reserved[at].put_id, reserved[at].placement, items[at].write) for at in granted
         ]
+        stub = self._calls.stub
         try:
             checksums = self.mover.write(moves, until, begin_by=ahead.asked_at + half_s)
             published = self._publish(moves, checksums, until)
@@ -132,9 +156,7 @@ class StoreSession:
         unwritten = [m.id for m, sum_ in zip(moves, checksums, strict=True) if sum_ is None]
         if unwritten:
             self._calls.forget(stub.PutRevoke, pb.PutRevokeRequest(put_ids=unwritten))
-        for at, sum_, outcome in zip(granted, checksums, published, strict=True):
-            results[at] = PutResult(outcome, (sum_ or 0) if outcome is Outcome.OK else 0)
-        return results
+        return Written(results, granted, checksums, published)
 
     def ask_get(self, keys: Sequence[bytes], until: float) -> Ahead:
         """Find and lease a batch, without waiting for the answer."""
@@ -200,20 +222,17 @@ class StoreSession:
             checksums += self.mover.read(piece, until)
         return checksums
 
-    def _publish(
-        self, moves: Sequence[Move], checksums: Sequence[int | None], until: float
-    ) -> list[Outcome]:
-        """End the puts that were written; the others have EXPIRED."""
+    def _publish(self, moves: Sequence[Move], checksums: Sequence[int | None], until: float) -> Any:
+        """Ask for what was written to be published: the future of the answer, if there is any."""
         written = [
             pb.PutEndItem(put_id=move.id, checksum=sum_)
             for move, sum_ in zip(moves, checksums, strict=True)
             if sum_ is not None
         ]
-        statuses: Iterator[int] = iter(())
-        if written:
-            request = pb.PutEndRequest(items=written)
-            statuses = iter(self._calls.call(self._calls.stub.PutEnd, request, until).statuses)
-        return [Outcome.EXPIRED if s is None else outcome_of(next(statuses)) for s in checksums]
+        if not written:
+            return None
+        request = pb.PutEndRequest(items=written)
+        return self._calls.begin(self._calls.stub.PutEnd, request, until)
 
 
 def verified(found: pb.GetResult, checksum: int | None, released: Outcome) -> GetResult:
