@@ -1,0 +1,130 @@
+"""`handoff: auto`: from worker to worker where the link passed its test, else through the store."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pytest
+
+from tests.e2e.cluster import Api, ServiceProcess, cluster, until
+from tests.e2e.test_split import prompt
+from tests.tiny_models import make_tiny_model
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+
+FIELDS = {"max_tokens": 12, "temperature": 0, "ignore_eos": True}
+
+
+@dataclass
+class System:
+    """One prefill worker; a decode worker that can read from it, and one that cannot, each behind a
+    router of its own; a store."""
+
+    store: ServiceProcess
+    prefill: ServiceProcess
+    linked: ServiceProcess
+    unlinked: ServiceProcess
+    router: ServiceProcess
+    direct: Api
+    other_router: ServiceProcess
+    stored: Api
+
+    def pairs(self, router: ServiceProcess) -> float:
+        return router.metric("diptych:attempts_total", stage="pair")
+
+    def text(self, api: Api, salt: int, num_tokens: int = 150) -> str:
+        ids = prompt(num_tokens, salt)
+        return str(api.complete(ids, **FIELDS)["choices"][0]["text"])
+
+
+@pytest.fixture(scope="module")
+def system(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
+    directory = tmp_path_factory.mktemp("auto")
+    with cluster(make_tiny_model(directory / "model"), directory) as made:
+        store, place = made.kvstore()
+        auto = {"handoff": "auto", "kv_lease_s": 2.0}
+        # what engines remember would hide the way by which KV came
+        engine = {"enable_prefix_caching": False}
+        prefill, p = made.worker(
+            "prefill", store=place, worker={**auto, "kv_transports": "shm"}, **engine
+        )
+        linked, d1 = made.worker(
+            "decode", store=place, worker={**auto, "kv_transports": "shm"}, **engine
+        )
+        unlinked, d2 = made.worker(
+            "decode", store=place, worker={**auto, "kv_transports": "tcp"}, **engine
+        )
+        router, direct = made.router(p, d1, handoff="auto")
+        other_router, stored = made.router(p, d2, handoff="auto")
+        made.wait_ready()
+        yield System(store, prefill, linked, unlinked, router, direct, other_router, stored)
+
+
+def test_a_link_that_passed_its_test_is_used_ahead_of_any_request(system: System) -> None:
+    def went_directly() -> bool:
+        system.text(system.direct, salt=1)
+        return system.pairs(system.router) > 0
+
+    until(went_directly, "the pair is used")
+    received = system.linked.prompt_tokens("external_kv_transfer")
+    system.text(system.direct, salt=2)
+    until(
+        lambda: system.linked.prompt_tokens("external_kv_transfer") - received == 150,
+        "decode reads the whole prompt",
+    )
+    assert system.router.metric("diptych:attempts_failed_total") == 0
+
+
+def test_without_a_common_transport_the_store_carries_it(system: System) -> None:
+    received = system.unlinked.prompt_tokens("external_kv_transfer")
+    assert system.text(system.stored, salt=3) == system.text(system.direct, salt=3)
+    assert system.pairs(system.other_router) == 0
+    until(
+        lambda: system.unlinked.prompt_tokens("external_kv_transfer") - received == 150,
+        "decode loads the whole prompt",
+    )
+    assert system.unlinked.prompt_tokens("local_compute") == 0
+
+
+def test_prefill_finds_in_the_store_what_it_gave_to_a_reader(system: System) -> None:
+    ids = prompt(150, salt=4)
+    system.direct.complete(ids, **FIELDS)
+
+    def found() -> bool:
+        usage = system.direct.complete(ids, **FIELDS)["usage"]
+        return bool(usage["prompt_tokens_details"]["cached_tokens"] == 128)
+
+    until(found, "two pages come from the store")
+
+
+def test_a_dead_store_is_not_missed_by_a_pair(system: System) -> None:
+    expected = system.text(system.direct, salt=5)
+    system.store.kill()
+    pairs = system.pairs(system.router)
+    assert system.text(system.direct, salt=5) == expected
+    assert system.pairs(system.router) == pairs + 1
+    assert system.router.metric("diptych:attempts_failed_total") == 0
+    system.store.start()
+    system.store.wait_ready()
+
+
+def test_a_read_that_fails_goes_through_the_store(system: System) -> None:
+    """Prefill's answer to what was read comes after its lease has ended."""
+    expected = system.text(system.direct, salt=6)
+    failed = system.router.metric("diptych:attempts_failed_total", stage="pair")
+    received = system.linked.prompt_tokens("local_compute")
+    system.linked.arm("handoff.got_commit")
+    texts: list[str] = []
+    asking = threading.Thread(target=lambda: texts.append(system.text(system.direct, salt=6)))
+    asking.start()
+    until(lambda: system.linked.is_at("handoff.got_commit"), "decode pauses")
+    until(lambda: system.prefill.all_blocks_free, "prefill's lease ends", 20)
+    system.linked.go_on()
+    asking.join(60)
+    assert texts == [expected]
+    assert system.router.metric("diptych:attempts_failed_total", stage="pair") == failed + 1
+    assert system.linked.prompt_tokens("local_compute") == received
+    for worker in (system.prefill, system.linked, system.unlinked):
+        until(lambda w=worker: w.all_blocks_free, "blocks come back", 20)
