@@ -324,7 +324,7 @@ class Dispatcher:
                 yield step
                 if step.outcome in _ENDS:
                     return
-            if route.num_tokens:
+            if not route.awaits_token:
                 wait_until = job.deadline
             if route.awaits_handoff:
                 wait_until = self._clock.monotonic() + self._times.handoff_s

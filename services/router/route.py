@@ -195,10 +195,15 @@ class RequestRoute:
         return self._epoch > 0
 
     @property
+    def awaits_token(self) -> bool:
+        """Whether the current attempt has given no token yet."""
+        return self._attempt is not None and self._num_given(self._attempt) == len(self._tokens)
+
+    @property
     def awaits_handoff(self) -> bool:
-        """Whether token 1 is out and the next must come from another worker."""
+        """Whether prefill's token is out and the next must come from another worker."""
         attempt = self._attempt
-        if attempt is None or not self._tokens:
+        if attempt is None or self.awaits_token:
             return False
         return attempt.stage is Stage.PREFILL or (
             attempt.stage is Stage.PAIR and not self._taken_over
@@ -225,7 +230,7 @@ class RequestRoute:
         if self._commit is not None and decode:
             return {worker.key: Stage.DECODE for worker in decode}
         split: dict[str, Stage] = {}
-        if not self._tokens and decode:
+        if decode:
             paired = [w for w in prefill if self.partners(decode, w)]
             split = {worker.key: Stage.PAIR for worker in paired}
             if not paired and self._ways.through_store:
@@ -345,6 +350,11 @@ class RequestRoute:
             return "the commit does not say where the KV lies"
         return None
 
+    @staticmethod
+    def _num_given(attempt: Attempt) -> int:
+        """Tokens that were out when the attempt began."""
+        return len(attempt.output_token_ids)
+
     def _is_over(self, attempt: Attempt, worker_key: str) -> bool:
         """Whether this is the prefill of a pair whose decode goes on by itself."""
         return self._taken_over and worker_key == attempt.worker_key
@@ -364,7 +374,7 @@ class RequestRoute:
         if attempt.stage is Stage.PREFILL:
             if entry.commit is not None:
                 self._commit, self._commit_namespace = entry.commit, self._namespace
-            if self._commit is not None and num_tokens:
+            if self._commit is not None and num_tokens > self._num_given(attempt):
                 return Outcome.HANDED_OVER
         if attempt.stage is Stage.PAIR and not self._taken_over:
             # prefill's commit says that decode has all of it

@@ -88,17 +88,6 @@ def test_without_a_common_transport_the_store_carries_it(system: System) -> None
     assert system.unlinked.prompt_tokens("local_compute") == 0
 
 
-def test_prefill_finds_in_the_store_what_it_gave_to_a_reader(system: System) -> None:
-    ids = prompt(150, salt=4)
-    system.direct.complete(ids, **FIELDS)
-
-    def found() -> bool:
-        usage = system.direct.complete(ids, **FIELDS)["usage"]
-        return bool(usage["prompt_tokens_details"]["cached_tokens"] == 128)
-
-    until(found, "two pages come from the store")
-
-
 def test_a_dead_store_is_not_missed_by_a_pair(system: System) -> None:
     expected = system.text(system.direct, salt=5)
     system.store.kill()

@@ -165,14 +165,26 @@ def test_a_decode_that_is_lost_before_token_1_leaves_prefill_another() -> None:
     assert route.partners([D1, D2], P1) == {"d2": Stage.DECODE}
 
 
-@pytest.mark.parametrize("gone", ["p1", "d1"])
-def test_a_loss_after_token_1_leaves_the_rest_to_a_decode_worker(gone: str) -> None:
+def test_a_prefill_lost_after_token_1_is_replaced_or_decode_does_the_rest() -> None:
     route = pair()
     say(route, "p1", entry(0, 11))
-    assert route.on_lost(gone, "gone")
-    stays = D2 if gone == "d1" else D1
-    assert route.options([P1, D1, D2])[stays.key] is Stage.WHOLE
-    assert route.begin(stays, Stage.WHOLE).output_token_ids == (11,)
+    assert route.on_lost("p1", "gone")
+    assert route.options([P1, D1, D2]) == {"d1": Stage.WHOLE, "d2": Stage.WHOLE}
+    assert route.options([P1, P2, D1]) == {"p2": Stage.PAIR}
+    assert route.begin(P2, Stage.PAIR, D1).output_token_ids == (11,)
+    assert route.awaits_token
+    assert say(route, "p2", entry(1, 12, epoch=2)) == ([12], [Outcome.CONTINUE])
+    assert route.awaits_handoff
+    assert say(route, "d1", entry(2, 13, epoch=2)) == ([13], [Outcome.TAKEN_OVER])
+
+
+def test_a_decode_lost_in_the_middle_leaves_prefill_another() -> None:
+    route = pair()
+    say(route, "p1", entry(0, 11))
+    say(route, "d1", entry(1, 12, 13))
+    assert route.on_lost("d1", "gone")
+    assert route.options([P1, D1, D2]) == {"p1": Stage.PAIR}
+    assert route.begin(P1, Stage.PAIR, D2).output_token_ids == (11, 12, 13)
 
 
 def test_a_prefill_is_not_missed_once_decode_has_taken_over() -> None:

@@ -131,13 +131,27 @@ def test_a_lost_prefill_is_retried_on_another_under_a_new_epoch() -> None:
     assert route.on_entry("p2", entry(1, 0, 11)).outcome is Outcome.STALE
 
 
-def test_a_prefill_lost_after_token_1_leaves_the_rest_to_decode() -> None:
+def test_a_prefill_lost_after_token_1_leaves_the_rest_to_another_or_to_decode() -> None:
     route = RequestRoute(10)
     route.begin(P1, Stage.PREFILL)
     route.on_entry("p1", entry(1, 0, 11))
     route.fail("gone")
-    assert route.options([P2, D1]) == {"d1": Stage.WHOLE}
-    assert route.begin(D1, Stage.WHOLE).output_token_ids == (11,)
+    assert route.options([P1, D1]) == {"d1": Stage.WHOLE}
+    assert route.options([P1, P2, D1]) == {"p2": Stage.PREFILL}
+    assert route.begin(P2, Stage.PREFILL).output_token_ids == (11,)
+    assert route.on_entry("p2", entry(2, 1, 12)).outcome is Outcome.CONTINUE
+    assert route.on_entry("p2", entry(2, 2, commit=COMMIT)).outcome is Outcome.HANDED_OVER
+    assert route.begin(D1, Stage.DECODE).output_token_ids == (11, 12)
+
+
+def test_a_commit_waits_for_the_token_of_its_own_attempt() -> None:
+    route = RequestRoute(10)
+    route.begin(P1, Stage.PREFILL)
+    route.on_entry("p1", entry(1, 0, 11))
+    route.fail("gone")
+    route.begin(P2, Stage.PREFILL)
+    assert route.on_entry("p2", entry(2, 1, commit=COMMIT)).outcome is Outcome.CONTINUE
+    assert route.on_entry("p2", entry(2, 1, 12)).outcome is Outcome.HANDED_OVER
 
 
 def test_a_lost_decode_keeps_the_commit_and_what_was_sent() -> None:
