@@ -13,6 +13,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from uuid import uuid4
 
 from diptych.connectors.base import KVLayout
@@ -192,28 +193,34 @@ class DirectDriver:
 
     def _run(self) -> None:
         while not self._closing:
-            try:
-                self._turn()
-            except Exception:
-                # one hand-off's fault must not end the others: deadlines find what it left
-                _log.exception("the hand-off thread met an error")
+            self._guarded(self._wait)
+            self._guarded(self._turn)
+
+    def _guarded(self, work: Callable[[], None]) -> None:
+        """One hand-off's fault must not end the others: deadlines find what it left."""
+        try:
+            work()
+        except Exception:
+            _log.exception("the hand-off thread met an error")
 
     def _turn(self) -> None:
-        self._wait()
-        with self._lock:
-            commands = list(self._commands)
-            self._commands.clear()
-        for command in commands:
-            command()
+        for command in self._take_commands():
+            self._guarded(command)
         if self._port is not None:
             self._port.flush()
             for message in self._port.receive():
-                self._take(message)
+                self._guarded(partial(self._take, message))
         for result in self._reads.take_results():
-            self._taken.read_ended(result)
-        self._given.tick()
-        self._taken.tick()
+            self._guarded(partial(self._taken.read_ended, result))
+        self._guarded(self._given.tick)
+        self._guarded(self._taken.tick)
         self._look_at_links()
+
+    def _take_commands(self) -> list[Callable[[], None]]:
+        with self._lock:
+            commands = list(self._commands)
+            self._commands.clear()
+        return commands
 
     def _wait(self) -> None:
         poller = select.poll()

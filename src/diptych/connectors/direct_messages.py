@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
 
 from diptych.connectors.handoff import Event
@@ -21,6 +23,9 @@ TO_DECODE = frozenset(
 TO_PREFILL = frozenset({Event.ACK, Event.RENEW, Event.READ_DONE})
 
 
+Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
+
+
 class HandoffMessage(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One message of one hand-off.
 
@@ -36,13 +41,13 @@ class HandoffMessage(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
     kind: Event
     request_id: str
-    epoch: int
-    number: int = 0
-    start: int = 0
-    num_tokens: int = 0
-    block_ids: list[int] = []
+    epoch: Count
+    number: Count = 0
+    start: Count = 0
+    num_tokens: Count = 0
+    block_ids: list[Count] = []
     token_id: int = -1
-    num_cached_tokens: int = 0
+    num_cached_tokens: Count = 0
     checksums: list[int] = []
 
     def encode(self) -> bytes:

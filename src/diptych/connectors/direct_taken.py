@@ -55,8 +55,8 @@ class TakenPrompt:
 
 @dataclass(slots=True, eq=False)
 class _Range:
-    """Tokens that one announcement brought. `here` once nothing of it is outstanding and all of it
-    arrived, `ended` once nothing writes for it any more."""
+    """Tokens that one announcement brought. `here` once all of it has arrived, with checksums of
+    prefill's blocks in it that were read; `ended` once nothing writes for it any more."""
 
     start: int
     end: int
@@ -64,6 +64,8 @@ class _Range:
     cancelled: bool = False
     here: bool = False
     ended: bool = False
+    first_block: int = 0
+    checksums: list[int] = field(default_factory=list)
 
 
 @dataclass(slots=True, eq=False)
@@ -216,6 +218,7 @@ class TakenPrompts:
         if result.state is ReadState.DONE:
             part.here = True
             if pulling:
+                self._sum(entry, part)
                 self._arrived(entry, number)
             else:
                 self._step(entry, Event.READ_ENDED, block=bit)
@@ -309,9 +312,11 @@ class TakenPrompts:
         """Remember what an announcement brings; False where it cannot be of this prompt."""
         commits = message.kind is Event.COMMIT
         end = message.num_tokens
-        wrong_end = end != entry.prompt.num_tokens if commits else end > entry.prompt.num_tokens
-        if wrong_end or entry.committed is not None:
-            return not wrong_end
+        is_wrong = end > entry.prompt.num_tokens
+        if commits:
+            is_wrong = end != entry.prompt.num_tokens or message.token_id < 0
+        if is_wrong or entry.committed is not None:
+            return not is_wrong
         if not commits:
             end -= end % self._granule(entry.prompt.peer)
         entry.latest = message
@@ -391,19 +396,22 @@ class TakenPrompts:
             _log.error("request %s: KV arrived with wrong checksums", entry.prompt.request_id)
             self._step(entry, Event.READ_FAILED, block=1 << last)
 
-    def _is_right(self, entry: _Taken, commit: HandoffMessage) -> bool:
+    def _sum(self, entry: _Taken, part: _Range) -> None:
+        """Checksums of what arrived, while the rest is under way."""
         size = self._source_block(entry.prompt.peer)
         if self._checksums is None or not size:
-            return True
-        if not commit.checksums:
-            return True  # the other side does not verify
-        count = -(-commit.num_tokens // size)
-        if len(commit.checksums) != count:
-            return False
-        first = -(-entry.local_tokens // size)
-        for index in range(first, count):
-            end = min(commit.num_tokens, (index + 1) * size)
-            if self._checksums.of(entry.block_ids, index * size, end) != commit.checksums[index]:
+            return
+        part.first_block = -(-max(part.start, entry.local_tokens) // size)
+        for index in range(part.first_block, -(-part.end // size)):
+            end = min(part.end, (index + 1) * size)
+            part.checksums.append(self._checksums.of(entry.block_ids, index * size, end))
+
+    def _is_right(self, entry: _Taken, commit: HandoffMessage) -> bool:
+        """Whether what arrived is what prefill had; True where either side does not verify."""
+        given = commit.checksums
+        for part in entry.ranges if given else ():
+            first, end = part.first_block, part.first_block + len(part.checksums)
+            if given[first:end] != part.checksums:
                 return False
         return True
 
