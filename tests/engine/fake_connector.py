@@ -44,6 +44,10 @@ class FakeConnector(KVConnectorScheduler):
     loads: dict[str, Load] = field(default_factory=dict)
     sending: set[str] = field(default_factory=set)
     aborted: list[str] = field(default_factory=list)
+    read_by_peers: set[str] = field(default_factory=set)
+
+    def is_read(self, request_id: str) -> bool:
+        return request_id in self.read_by_peers
 
     def get_num_new_matched_tokens(
         self, request: RequestView, num_computed_tokens: int

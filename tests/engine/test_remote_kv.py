@@ -1,5 +1,6 @@
 import pytest
 
+from diptych.connectors.base import HandedOver
 from diptych.engine.request import FinishReason, KVTransferParams
 from tests.engine.engine_driver import Driver
 from tests.engine.fake_connector import FakeConnector, commit_of
@@ -287,3 +288,64 @@ def test_a_load_within_the_step_is_used_and_its_failure_discards_the_step(
     driver.add(make_request("b", PROMPT))
     driver.run()
     assert driver.clients["b"].output == expected_output(PROMPT, 4)
+
+
+# --- from a peer's memory
+
+
+def test_a_token_that_comes_with_the_kv_is_not_sent_again() -> None:
+    driver = make_driver()
+    driver.add(make_request("a", PROMPT, max_tokens=6, transfer=receive()))
+    driver.step()
+    driver.transfers.report.handed_over["a"] = HandedOver(TOKEN_1[0], 5)
+    driver.transfers.finish_load("a")
+    driver.run()
+    assert driver.clients["a"].output == expected_output(PROMPT, 6)[1:]
+    assert driver.stats.prompt_tokens_local_compute == 0
+    assert driver.stats.prompt_tokens_external_kv_transfer == len(PROMPT)
+    assert driver.stats.num_free_kv_blocks == 64
+
+
+def test_a_token_that_comes_with_the_kv_may_end_the_request() -> None:
+    driver = make_driver()
+    driver.add(make_request("a", PROMPT, eos=TOKEN_1, transfer=receive()))
+    driver.step()
+    driver.transfers.report.handed_over["a"] = HandedOver(TOKEN_1[0], 5)
+    driver.transfers.finish_load("a")
+    driver.run()
+    assert driver.clients["a"].output == []
+    assert driver.clients["a"].reason is FinishReason.STOP
+    assert driver.stats.num_free_kv_blocks == 64
+
+
+def test_kv_that_will_not_come_ends_the_request_and_its_blocks_stay_until_nothing_writes() -> None:
+    driver = make_driver()
+    driver.add(make_request("a", PROMPT, transfer=receive()))
+    driver.step()
+    driver.transfers.report.failed_handoffs |= {"a": "lost", "unknown": "lost"}
+    driver.step()
+    assert driver.clients["a"].reason is FinishReason.ERROR
+    assert driver.connector.aborted == ["a"]
+    assert driver.stats.num_free_kv_blocks < 64
+    driver.transfers.finish_load("a", 0)
+    driver.step()
+    assert driver.stats.num_free_kv_blocks == 64
+    assert not driver.scheduler.has_requests
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "priority"])
+def test_what_a_peer_reads_gives_way_last_among_the_equally_important(policy: str) -> None:
+    driver = make_driver(6, scheduling_policy=policy)
+    driver.connector.read_by_peers = {"c"}
+    prompts = {name: [ord(name)] * 20 for name in "abc"}
+    for priority, (name, prompt) in enumerate(prompts.items()):
+        driver.add(make_request(name, prompt, max_tokens=30, priority=priority))
+    lost = []
+    while driver.scheduler.has_requests:
+        before = driver.stats.num_preemptions
+        driver.step()
+        if driver.stats.num_preemptions > before:
+            lost += driver.scheduler._waiting._requests
+    assert lost[0] == ("b" if policy == "fcfs" else "c")
+    for name, prompt in prompts.items():
+        assert driver.clients[name].output == expected_output(prompt, 30)

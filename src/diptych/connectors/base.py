@@ -202,6 +202,11 @@ class KVConnectorScheduler(ABC):
         """What the worker half finished and measured."""
         return
 
+    def is_read(self, request_id: str) -> bool:
+        """Whether a peer may be reading what the request has computed so far: others give way
+        first where blocks run out."""
+        return False
+
     @property
     def handoff_cards(self) -> bytes:
         """How peers can read this engine's pool (`peer_reads.encode_cards`); empty: they cannot."""

@@ -74,6 +74,9 @@ class DirectScheduler(KVConnectorScheduler):
         elif self._other is not None:
             self._other.request_added(_for_other(request))
 
+    def is_read(self, request_id: str) -> bool:
+        return request_id in self._given and request_id not in self._lapsed
+
     def request_preempted(self, request: RequestView) -> bool:
         if request.request_id in self._given:
             # what was announced is no longer there: its reader looks for another attempt

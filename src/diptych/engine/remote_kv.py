@@ -66,6 +66,10 @@ class RemoteKV:
         if self._connector is not None and self._connector.request_preempted(request):
             request.remote_kv_tried = False
 
+    def is_read(self, request: SchedulerRequest) -> bool:
+        """Whether a peer may be reading what the request has computed so far."""
+        return self._connector is not None and self._connector.is_read(request.request_id)
+
     def match(self, request: SchedulerRequest, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Tokens beyond the local hit that the connector can bring, and whether they take time;
         None where that is not known yet."""

@@ -204,16 +204,31 @@ class Scheduler:
                     # who gives way is settled once no step writes the blocks
                     self._short_of_blocks = True
                     return budget
-                if self._preempt_last() is request:
-                    return budget
+                if self._preempt_one(index) is request:
+                    break
+            if new is None:
+                continue  # it gave way itself; those behind, whom peers read, have more room now
             self._put_in_step(step, request, count, new)
             budget -= count
             index += 1
         return budget
 
-    def _preempt_last(self) -> SchedulerRequest:
-        """Free the blocks of the latest (or least important) request; it computes anew later."""
-        request = self._running.pop()
+    def _preempt_one(self, first: int) -> SchedulerRequest:
+        """Free the blocks of a request; it computes anew later.
+
+        It is the latest (or least important) of those from place `first` on, which are not in this
+        step yet; where a peer reads that one's KV, the latest that is as important and not read.
+        """
+        request = self._running[-1]
+        if self._remote.is_read(request):
+            by_priority = self._config.scheduling_policy == "priority"
+            for other in reversed(self._running[first:]):
+                if by_priority and other.priority != request.priority:
+                    break
+                if not self._remote.is_read(other):
+                    request = other
+                    break
+        self._running.remove(request)
         self._leave_batch(request)
         self._kv.free(request.request_id, request.last_step)
         request.rewind()
