@@ -34,6 +34,16 @@ class System:
     def pairs(self, router: ServiceProcess) -> float:
         return router.metric("diptych:attempts_total", stage="pair")
 
+    def until_paired(self) -> None:
+        """The link to the prefill worker that runs now was tested."""
+        before = self.pairs(self.router)
+
+        def went_directly() -> bool:
+            self.text(self.direct, salt=1)
+            return self.pairs(self.router) > before
+
+        until(went_directly, "the pair is used")
+
     def text(self, api: Api, salt: int, num_tokens: int = 150) -> str:
         ids = prompt(num_tokens, salt)
         return str(api.complete(ids, **FIELDS)["choices"][0]["text"])
@@ -63,11 +73,7 @@ def system(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
 
 
 def test_a_link_that_passed_its_test_is_used_ahead_of_any_request(system: System) -> None:
-    def went_directly() -> bool:
-        system.text(system.direct, salt=1)
-        return system.pairs(system.router) > 0
-
-    until(went_directly, "the pair is used")
+    system.until_paired()
     received = system.linked.prompt_tokens("external_kv_transfer")
     system.text(system.direct, salt=2)
     until(
@@ -88,15 +94,19 @@ def test_without_a_common_transport_the_store_carries_it(system: System) -> None
     assert system.unlinked.prompt_tokens("local_compute") == 0
 
 
-def test_a_dead_store_is_not_missed_by_a_pair(system: System) -> None:
-    expected = system.text(system.direct, salt=5)
-    system.store.kill()
-    pairs = system.pairs(system.router)
-    assert system.text(system.direct, salt=5) == expected
-    assert system.pairs(system.router) == pairs + 1
-    assert system.router.metric("diptych:attempts_failed_total") == 0
-    system.store.start()
-    system.store.wait_ready()
+def test_a_restarted_prefill_finds_in_the_store_what_readers_had_of_it(system: System) -> None:
+    ids = prompt(200, salt=4)
+    first = system.direct.complete(ids, **FIELDS)
+    system.prefill.kill()
+    until(lambda: system.router.metric("diptych:workers_ready") == 1, "it is missed")
+    system.prefill.start()
+    system.prefill.wait_ready()
+    until(lambda: system.router.metric("diptych:workers_ready") == 2, "it is back")
+    again = system.direct.complete(ids, **FIELDS)
+    assert again["choices"][0]["text"] == first["choices"][0]["text"]
+    assert again["usage"]["prompt_tokens_details"]["cached_tokens"] == 192
+    assert system.prefill.prompt_tokens("external_kv_transfer") == 192
+    system.until_paired()
 
 
 def test_a_read_that_fails_goes_through_the_store(system: System) -> None:
@@ -117,3 +127,13 @@ def test_a_read_that_fails_goes_through_the_store(system: System) -> None:
     assert system.linked.prompt_tokens("local_compute") == received
     for worker in (system.prefill, system.linked, system.unlinked):
         until(lambda w=worker: w.all_blocks_free, "blocks come back", 20)
+
+
+def test_a_dead_store_is_not_missed_by_a_pair(system: System) -> None:
+    expected = system.text(system.direct, salt=5)
+    system.store.kill()
+    failed = system.router.metric("diptych:attempts_failed_total", stage="pair")
+    pairs = system.pairs(system.router)
+    assert system.text(system.direct, salt=5) == expected
+    assert system.pairs(system.router) == pairs + 1
+    assert system.router.metric("diptych:attempts_failed_total", stage="pair") == failed
