@@ -148,8 +148,9 @@ class Pair:
 
 
 def config(model: Path, role: str, **settings: Any) -> EngineConfig:
+    """Settings that are not the engine's are the connector's."""
     engine: dict[str, Any] = {"block_size": 16, "max_num_batched_tokens": 64, "num_kv_blocks": 96}
-    engine["reserve_output"] = True
+    engine |= {"reserve_output": True, "device": "cpu", "attention_backend": "auto"}
     engine |= {name: settings.pop(name) for name in list(settings) if name in engine}
     return EngineConfig(
         model=str(model),
