@@ -26,18 +26,22 @@ class HandoffFrame(_message.Message):
     def __init__(self, hello: _Optional[_Union[HandoffHello, _Mapping]] = ..., body: _Optional[bytes] = ...) -> None: ...
 
 class HandoffHello(_message.Message):
-    __slots__ = ("worker_id", "incarnation", "kv_namespace", "protocol_version", "cards")
+    __slots__ = ("worker_id", "incarnation", "kv_namespace", "protocol_version", "cards", "key_id", "signature")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     KV_NAMESPACE_FIELD_NUMBER: _ClassVar[int]
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     CARDS_FIELD_NUMBER: _ClassVar[int]
+    KEY_ID_FIELD_NUMBER: _ClassVar[int]
+    SIGNATURE_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     incarnation: str
     kv_namespace: str
     protocol_version: int
     cards: bytes
-    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., kv_namespace: _Optional[str] = ..., protocol_version: _Optional[int] = ..., cards: _Optional[bytes] = ...) -> None: ...
+    key_id: str
+    signature: bytes
+    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., kv_namespace: _Optional[str] = ..., protocol_version: _Optional[int] = ..., cards: _Optional[bytes] = ..., key_id: _Optional[str] = ..., signature: _Optional[bytes] = ...) -> None: ...
 
 class GetInfoRequest(_message.Message):
     __slots__ = ()

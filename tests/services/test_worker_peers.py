@@ -12,6 +12,7 @@ import grpc
 import pytest
 
 from diptych.clock import SystemClock
+from diptych.connectors.tickets import TicketKeys
 from diptych.engine.control_messages import Control, PeerDown, PeerLink, PeerUp, ToControl
 from diptych.errors import DeadlineError
 from diptych.proto import worker_pb2, worker_pb2_grpc
@@ -209,6 +210,26 @@ async def test_who_does_not_fit_is_refused(frame: worker_pb2.HandoffFrame) -> No
             await call.read()
         assert error.value.code() is grpc.StatusCode.INVALID_ARGUMENT
         assert prefill.engine.heard == []
+
+
+async def test_only_workers_with_the_ticket_keys_are_told_where_memory_lies() -> None:
+    keys, others = TicketKeys.drawn(), TicketKeys.drawn()
+    async with worker("p", keys=keys) as prefill, open_channel(prefill.address) as channel:
+        for signer in (None, others):
+            mine = hello("d", "d1")
+            if signer is not None:
+                signer.sign_hello(mine)
+            call = worker_pb2_grpc.WorkerStub(channel).Handoff()
+            await call.write(worker_pb2.HandoffFrame(hello=mine))
+            with pytest.raises(grpc.aio.AioRpcError) as error:
+                await call.read()
+            assert error.value.code() is grpc.StatusCode.UNAUTHENTICATED
+        assert prefill.engine.heard == []
+        async with worker("d", "decode", keys=keys) as decode, router_of(decode, keys=keys) as r:
+            peer = worker_pb2.HandoffPeer(worker_id="p", incarnation="p1", address=prefill.address)
+            hint = worker_pb2.HandoffPeers(peers=[peer])
+            await r.call.write(worker_pb2.RouterMessage(handoff_peers=hint))
+            await until(lambda: prefill.engine.heard and decode.engine.heard)
 
 
 async def test_a_worker_whose_memory_cannot_be_read_takes_no_part() -> None:

@@ -14,9 +14,10 @@ import logging
 import os
 import secrets
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
 from diptych.clock import Clock
 from diptych.errors import ConfigError, DuplicateRequestError, StaleTicketError
@@ -28,6 +29,8 @@ LEAST_SECRET_BYTES = 16
 MAX_KEYS = 2
 NONCE_WINDOW = 4096
 MAX_ROUTERS = 64
+
+Signed = TypeVar("Signed", worker_pb2.Ticket, worker_pb2.HandoffHello)
 
 
 def signed_bytes(ticket: worker_pb2.Ticket) -> bytes:
@@ -42,7 +45,24 @@ def signed_bytes(ticket: worker_pb2.Ticket) -> bytes:
         ticket.ttl_ms.to_bytes(8, "little"),
         ticket.key_id.encode(),
     )
-    return b"diptych-ticket-1" + b"".join(len(p).to_bytes(4, "little") + p for p in parts)
+    return b"diptych-ticket-1" + _prefixed(parts)
+
+
+def signed_bytes_of_hello(hello: worker_pb2.HandoffHello) -> bytes:
+    """The same of the hello with which a worker asks another to read its memory."""
+    parts = (
+        hello.worker_id.encode(),
+        hello.incarnation.encode(),
+        hello.kv_namespace.encode(),
+        hello.protocol_version.to_bytes(8, "little"),
+        hello.cards,
+        hello.key_id.encode(),
+    )
+    return b"diptych-hello-1" + _prefixed(parts)
+
+
+def _prefixed(parts: Iterable[bytes]) -> bytes:
+    return b"".join(len(part).to_bytes(4, "little") + part for part in parts)
 
 
 class TicketKeys:
@@ -73,18 +93,32 @@ class TicketKeys:
 
     def sign(self, ticket: worker_pb2.Ticket) -> None:
         """Set the ticket's key id and signature."""
-        self._refresh()
-        ticket.key_id, secret = next(iter(self._keys.items()))
-        ticket.signature = hmac.digest(secret, signed_bytes(ticket), hashlib.sha256)
+        self._sign(ticket, signed_bytes)
 
     def verify(self, ticket: worker_pb2.Ticket) -> bool:
         """Whether one of the keys made the signature."""
+        return self._verify(ticket, signed_bytes)
+
+    def sign_hello(self, hello: worker_pb2.HandoffHello) -> None:
+        """Set the hello's key id and signature."""
+        self._sign(hello, signed_bytes_of_hello)
+
+    def verify_hello(self, hello: worker_pb2.HandoffHello) -> bool:
+        """Whether one of the keys made the signature: its sender is one of ours."""
+        return self._verify(hello, signed_bytes_of_hello)
+
+    def _sign(self, message: Signed, covered: Callable[[Signed], bytes]) -> None:
         self._refresh()
-        secret = self._keys.get(ticket.key_id)
+        message.key_id, secret = next(iter(self._keys.items()))
+        message.signature = hmac.digest(secret, covered(message), hashlib.sha256)
+
+    def _verify(self, message: Signed, covered: Callable[[Signed], bytes]) -> bool:
+        self._refresh()
+        secret = self._keys.get(message.key_id)
         if secret is None:
             return False
-        expected = hmac.digest(secret, signed_bytes(ticket), hashlib.sha256)
-        return hmac.compare_digest(expected, ticket.signature)
+        expected = hmac.digest(secret, covered(message), hashlib.sha256)
+        return hmac.compare_digest(expected, message.signature)
 
     def _refresh(self) -> None:
         stamp = _stamp(self._path)

@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import grpc
 
 from diptych.clock import Clock
+from diptych.connectors.tickets import TicketKeys
 from diptych.engine.control_messages import (
     Control,
     FromControl,
@@ -27,6 +28,7 @@ from diptych.engine.control_messages import (
     ToControl,
 )
 from diptych.errors import (
+    AuthenticationError,
     CapacityError,
     DeadlineError,
     DiptychError,
@@ -85,8 +87,11 @@ class PeerStreams:
         hello: worker_pb2.HandoffHello,
         clock: Clock,
         times: PeerTimes | None = None,
+        keys: TicketKeys | None = None,
     ) -> None:
-        """`hello` is what this worker says of itself; without cards it takes no part."""
+        """`hello` is what this worker says of itself; without cards it takes no part. With `keys`
+        hellos are signed, and those of others must be."""
+        self._keys = keys
         self._engine = engine
         self._hello = hello
         self._clock = clock
@@ -146,6 +151,7 @@ class PeerStreams:
 
         Raises:
             InvalidRequestError: the first frame is no hello, or one that does not fit.
+            AuthenticationError: the hello is not one of ours.
             UnavailableError: this worker takes no part in direct hand-offs.
             CapacityError: too many peers.
         """
@@ -157,7 +163,7 @@ class PeerStreams:
         except TimeoutError:
             raise DeadlineError("no hello came") from None
         hello = self._checked(first)
-        await context.write(worker_pb2.HandoffFrame(hello=self._hello))
+        await context.write(worker_pb2.HandoffFrame(hello=self._signed_hello()))
         await self._run(hello, frames, context)
 
     async def close(self) -> None:
@@ -247,16 +253,25 @@ class PeerStreams:
         elif link.failure:
             logger.warning("worker %s cannot be read: %s", peer.worker_id, link.failure)
 
+    def _signed_hello(self) -> worker_pb2.HandoffHello:
+        """Signed anew each time: keys rotate."""
+        if self._keys is not None:
+            self._keys.sign_hello(self._hello)
+        return self._hello
+
     def _checked(self, frame: worker_pb2.HandoffFrame | None) -> worker_pb2.HandoffHello:
         """The hello of a stream's first frame.
 
         Raises:
             InvalidRequestError: it is none, or its worker and this one cannot hand over.
+            AuthenticationError: none of the ticket keys has signed it.
             CapacityError: there are too many peers already.
         """
         if frame is None or frame.WhichOneof("frame") != "hello":
             raise InvalidRequestError("the first frame of a hand-off stream must be a hello")
         hello = frame.hello
+        if self._keys is not None and not self._keys.verify_hello(hello):
+            raise AuthenticationError("the hello's signature does not hold")
         if not (hello.worker_id and hello.incarnation and hello.cards):
             raise InvalidRequestError("a hello needs a worker id, an incarnation and cards")
         if hello.kv_namespace != self._hello.kv_namespace:
@@ -307,7 +322,7 @@ class PeerStreams:
         greeted = False
         try:
             async with asyncio.timeout(self._times.hello_s):
-                await call.write(worker_pb2.HandoffFrame(hello=self._hello))
+                await call.write(worker_pb2.HandoffFrame(hello=self._signed_hello()))
                 first = await call.read()
             hello = self._checked(None if first is grpc.aio.EOF else first)
             if hello.incarnation != peer.incarnation:

@@ -83,7 +83,9 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
             protocol_version=PROTOCOL_VERSION,
             cards=engine.info.handoff_cards,
         )
-        self._peers = PeerStreams(engine, hello, clock, PeerTimes(gone_s=config.stream_grace_s))
+        self._peers = PeerStreams(
+            engine, hello, clock, PeerTimes(gone_s=config.stream_grace_s), keys
+        )
 
     # -- calls ------------------------------------------------------------------------------------
 
