@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.launched import alive, descendants, running
+from tests.e2e.launched import alive, descendants, process_of, running
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -35,6 +35,25 @@ def test_up_answers_paris_and_leaves_nothing_behind(tmp_path: Path, number: int)
     assert not [pid for pid in below if alive(pid)]
     assert set(os.listdir("/dev/shm")) <= shared_before
     assert [p.name for p in tmp_path.iterdir()] == ["log"], "sockets and files are gone"
+
+
+@pytest.mark.parametrize("handoff", ["direct", "auto"])
+def test_up_hands_over_from_worker_to_worker_where_it_is_told_to(
+    tmp_path: Path, handoff: str
+) -> None:
+    logs = tmp_path / "logs"
+    with running(tmp_path, "up", "--handoff", handoff, "--log-dir", str(logs)) as server:
+        for _ in range(2):
+            answer = server.chat(max_tokens=16)
+            assert "Paris" in answer["choices"][0]["message"]["content"]
+        stores = process_of(server.process.pid, "diptych.cli kvstore")
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(timeout=60) == 0
+
+    assert bool(stores) is (handoff == "auto")
+    decode, router = (next(logs.glob(f"{name}*")).read_text() for name in ("decode-0", "router"))
+    assert "prefill-0 can be read over shm" in decode
+    assert "is lost" not in router
 
 
 def test_serve_answers_as_up_does_with_one_engine(tmp_path: Path) -> None:
