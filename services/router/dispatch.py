@@ -320,7 +320,7 @@ class Dispatcher:
                     continue
                 reach(f"router.{step.outcome.name.lower()}")
                 # the books are closed first: who takes the last step may never ask for another
-                self._close_books(job, attempt, step.outcome, event.worker_key)
+                self._close_books(job, attempt, step.outcome, step.worker_key)
                 yield step
                 if step.outcome in _ENDS:
                     return

@@ -150,10 +150,12 @@ class Released:
 
 
 class Step(NamedTuple):
-    """Result of `on_entry`; `released` is None where the client gets nothing."""
+    """Result of `on_entry`; `released` is None where the client gets nothing. `steps` says whose
+    entry it follows from: of a pair that need not be the worker that spoke last."""
 
     outcome: Outcome
     released: Released | None
+    worker_key: str = ""
 
 
 class RequestRoute:
@@ -305,12 +307,13 @@ class RequestRoute:
 
     def steps(self, worker_key: str, entry: Entry) -> Iterator[Step]:
         """`on_entry`, and what becomes possible by it of what was said early."""
-        yield self.on_entry(worker_key, entry)
+        yield self.on_entry(worker_key, entry)._replace(worker_key=worker_key)
         while (attempt := self._attempt) is not None and attempt.decode_key is not None:
             ready = [position for position in self._early if position <= len(self._tokens)]
             if not ready:
                 return
-            yield self.on_entry(attempt.decode_key, self._early.pop(min(ready)))
+            early = self.on_entry(attempt.decode_key, self._early.pop(min(ready)))
+            yield early._replace(worker_key=attempt.decode_key)
 
     def on_entry(self, worker_key: str, entry: Entry) -> Step:
         """Take what a worker says; the outcome tells whether the attempt goes on."""

@@ -76,6 +76,8 @@ async def test_decode_may_be_ahead_of_token_1(model: Path, script: list[int]) ->
         await until(lambda: len(decode._frames) == len(script) - 1)
         prefill.resume.set()
         assert await reading == (ANSWER, script, [])
+        await until(lambda: prefill.cancels)  # its blocks need not wait for their lease to lapse
+        assert not decode.cancels
 
 
 async def test_a_prefill_that_dies_before_token_1_is_replaced(
