@@ -210,6 +210,9 @@ def test_a_captured_prompt_writes_its_own_slots_alone(model: Path) -> None:
     assert driver.runs == [((0, 64), 512)]
     used = (driver.cache != 0).flatten(1).any(1).nonzero()[:, 0].tolist()
     assert used == driver.blocks["a"]
+    mixed = driver.executor._runner._mixed  # type: ignore[union-attr]
+    # padding sequences have no tokens
+    assert mixed.step._inputs["many_starts"].tolist() == [0] + [20] * 32
     slots = (driver.cache[driver.blocks["a"][1], 0, 0, 0] != 0).any(-1)
     assert slots.tolist() == [True] * 4 + [False] * 12
 

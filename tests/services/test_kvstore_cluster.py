@@ -203,9 +203,13 @@ def test_a_hot_object_is_copied_and_outlives_its_owner(world: World) -> None:
     objects = some(1)
     [name] = objects
     world.put(objects)
-    for _ in range(20):
+
+    def read_and_copied() -> bool:
+        # reads count once the owner knows of another node, whenever that is
         assert world.get([name]) == objects
-    until(lambda: stored(world.nodes["a"]) + stored(world.nodes["b"]) == 2)
+        return stored(world.nodes["a"]) + stored(world.nodes["b"]) == 2
+
+    until(read_and_copied, timeout_s=30.0)
     world.kill(owner(name, ["a", "b"]))
     assert world.get([name]) == objects
 
