@@ -237,6 +237,9 @@ class World:
         self.now += seconds
         self.prefill.tick()
         self.decode.tick()
+        for side in (self.prefill, self.decode):
+            due_s = side.next_at_s()
+            assert due_s is None or due_s > self.now, "nothing is left to do now"
 
     # --- schedulers
 
@@ -442,6 +445,21 @@ def test_a_reader_that_did_not_hear_of_the_end_learns_of_it() -> None:
         world.run("deliver", 0)
     assert world.now < SETTINGS.silence_s
     assert world.state_d == "ended" or world.reads.open
+    world.quiet()
+    world.check_end()
+
+
+def test_a_lease_that_ends_under_way_lets_prefill_go_on_and_holds_nothing_after() -> None:
+    world = World(20, 0)
+    world.run("step", 8)
+    for _ in range(4):
+        world.network.clear()
+        world.run("time", 7)
+    world.run("step", 8)
+    assert world.state_p == "running"
+    world.run("step", 8)
+    assert world.state_p == "ended"
+    assert world.prefill.num_gone == 1
     world.quiet()
     world.check_end()
 

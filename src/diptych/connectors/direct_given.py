@@ -60,6 +60,11 @@ class _Given:
     forget_at_s: float | None = None
 
     @property
+    def is_leased(self) -> bool:
+        """Whether its blocks are held for the reader, for as long as that is heard of."""
+        return self.machine.state in _LEASED and not self.machine.lapsed
+
+    @property
     def shape(self) -> Shape:
         """As far as it is known; blocks are the reader's to count."""
         return Shape((0,) * (self.committed or self.machine.number + 2), 0, 0, _NO_EPOCHS)
@@ -158,9 +163,9 @@ class GivenPrompts:
         self._step(entry, message.kind, inner)
         if message.kind is not Event.RENEW or message.epoch != entry.machine.epoch:
             return
-        if entry.machine.state in _LEASED:
+        if entry.is_leased:
             entry.lease_end_s = self._monotonic() + self._settings.lease_s
-            if entry.last is not None and not entry.machine.lapsed:
+            if entry.last is not None:
                 self._send(peer, entry.last)  # the reader's proof that somebody is here
 
     def peer_gone(self, peer: str) -> None:
@@ -177,7 +182,7 @@ class GivenPrompts:
         """Repeat what was not confirmed, end leases, forget."""
         now = self._monotonic()
         for entry in list(self._given.values()):
-            if entry.machine.state in _LEASED and now >= entry.lease_end_s:
+            if entry.is_leased and now >= entry.lease_end_s:
                 _log.info("request %s: its reader was silent too long", entry.prompt.request_id)
                 self._step(entry, Event.LEASE_END)
             if entry.machine.state in _REPEATING and now >= entry.repeat_at_s:
@@ -192,7 +197,7 @@ class GivenPrompts:
         for entry in self._given.values():
             if entry.machine.state in _REPEATING:
                 times.append(entry.repeat_at_s)
-            if entry.machine.state in _LEASED:
+            if entry.is_leased:
                 times.append(entry.lease_end_s)
             if entry.forget_at_s is not None:
                 times.append(entry.forget_at_s)
