@@ -7,7 +7,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 export TORCH_INDEX
 
-.PHONY: help up test lint typecheck e2e explore proto helm kube bench clean
+.PHONY: help up test lint typecheck e2e faults soak explore proto helm kube bench clean
 help: ## show the targets
 	@grep -hE '^[a-z0-9]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
 
@@ -21,10 +21,16 @@ up: .venv/.run ## serve SmolLM2 split over prefill and decode on http://127.0.0.
 	@exec $(BIN)/diptych up $(ARGS)
 
 test: .venv/.test lint ## lint, types and all fast tests (at most 12 minutes on 2 cores)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow" $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow and not faults" $(ARGS)
 
 e2e: .venv/.test ## the slow tests: real models, many processes
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow $(ARGS)
+
+faults: .venv/.test ## every fault on real processes, and nothing may leak (minutes)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m faults tests/faults $(ARGS)
+
+soak: .venv/.test ## ten minutes of random faults on four workers
+	OMP_NUM_THREADS=1 $(BIN)/python -P -m pytest -m soak tests/faults $(ARGS)
 
 lint: .venv/.test ## ruff and mypy strict
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy

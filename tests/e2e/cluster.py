@@ -47,6 +47,8 @@ class ServiceProcess:
     directory: Path
     admin_port: int
     process: subprocess.Popen[bytes] | None = field(default=None, repr=False)
+    prefix: tuple[str, ...] = ()  # a command that runs it elsewhere
+    host: str = "127.0.0.1"
 
     @property
     def points(self) -> Path:
@@ -85,9 +87,10 @@ class ServiceProcess:
         config = self.directory / f"{self.command}-{self.admin_port}.yaml"
         config.write_text(yaml.safe_dump(self.sections))
         self.log = config.with_suffix(".log")
+        python = (sys.executable, "-P", "-m", "diptych.cli")
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "diptych.cli", self.command, "--config", str(config)],
+                [*self.prefix, *python, self.command, "--config", str(config)],
                 stdout=log,
                 stderr=log,
                 env={
@@ -145,7 +148,7 @@ class ServiceProcess:
             raise AssertionError(f"{self.command} hangs:\n{self.log.read_text()}") from None
 
     def _url(self, path: str) -> str:
-        return f"http://127.0.0.1:{self.admin_port}{path}"
+        return f"http://{self.host}:{self.admin_port}{path}"
 
 
 class Cluster:

@@ -1,0 +1,81 @@
+"""Clients leave in every phase; one whose router dies after token 1 asks another."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import signal
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from tests.faults.clients import QUESTIONS, Question, ask, asking
+from tests.faults.deployment import Deployment
+from tests.faults.phases import STORE_PHASES, Phase
+
+pytestmark = [pytest.mark.faults, pytest.mark.timeout(120)]
+
+LONG = Question(QUESTIONS[2].prompt, max_tokens=400)
+
+
+class Leaving:
+    """A client that asks, and closes its connection when it is told to."""
+
+    def __init__(self, port: int) -> None:
+        self._port = port
+        self._leave = threading.Event()
+
+    def ask(self) -> None:
+        connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=30)
+        connection.connect()
+        with contextlib.closing(connection):
+            body = LONG.body()
+            connection.request("POST", "/v1/completions", json.dumps(body))
+            self._leave.wait(30)
+
+    def leave(self) -> None:
+        self._leave.set()
+
+
+@pytest.mark.parametrize("phase", [p for p in STORE_PHASES if p.role != "router-0"], ids=str)
+def test_a_client_that_leaves_leaves_nothing_behind(system: Deployment, phase: Phase) -> None:
+    client = Leaving(system.ports["router-0"])
+    with system.pausing(*phase) as pause, ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(client.ask)
+        pause.reached()
+        client.leave()
+        asked.result(30)
+        pause.release()
+    system.check_nothing_leaks()
+    system.check_right(QUESTIONS[2])
+
+
+def test_a_router_killed_after_token_1_leaves_its_clients_to_another(system: Deployment) -> None:
+    question = QUESTIONS[2]
+    with system.pausing("decode", "worker.admitted") as pause, ThreadPoolExecutor(1) as pool:
+        first = threading.Event()
+        port = system.ports["router-0"]
+        asked = pool.submit(ask, port, question, lambda text: first.set())
+        pause.reached()
+        assert first.wait(10), "token 1 is out before decode has begun"
+        system.send("router-0", signal.SIGKILL)
+        pause.release()
+        answer = asked.result(30)
+    assert answer.broken
+    assert not answer.ended
+    assert system.expected[question].startswith(answer.text)
+    system.check_right(question, router=1)
+
+
+def test_many_clients_that_leave_at_once_leave_nothing_behind(system: Deployment) -> None:
+    def leave_early(number: int) -> None:
+        with asking(system.ports[f"router-{number % 2}"], LONG) as response:
+            for _ in range(number % 7):
+                response.readline()
+
+    with ThreadPoolExecutor(16) as pool:
+        list(pool.map(leave_early, range(64)))
+    system.check_nothing_leaks()
+    system.check_right(QUESTIONS[1])
