@@ -412,11 +412,20 @@ class WorkerLink:
 
 
 async def _finish(call: Any) -> Any:
-    """The response of a unary call. grpc.aio loses a cancellation that comes with the response."""
+    """The response of a unary call. grpc.aio loses a cancellation that comes with the response, and
+    says of a channel that was closed meanwhile what would end the caller.
+
+    Raises:
+        UnavailableError: the channel was closed.
+    """
     task = asyncio.current_task()
     cancels = task.cancelling() if task else 0
     try:
         return await call
+    except asyncio.CancelledError:
+        if task and task.cancelling() > cancels:
+            raise
+        raise UnavailableError("the connection to the worker was closed") from None
     finally:
         if task and task.cancelling() > cancels:
             raise asyncio.CancelledError

@@ -75,7 +75,7 @@ async def impostor(system: Deployment) -> AsyncIterator[Impostor]:
         await call.read()
 
         async def read() -> None:
-            async for frame in call:
+            while (frame := await call.read()) is not grpc.aio.EOF:
                 made.frames.append(frame)
 
         reader = asyncio.create_task(read())
