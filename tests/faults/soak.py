@@ -1,6 +1,6 @@
 """Random faults on a busy system of four workers: what was done, answered, leaked.
 
-    python -P -m tests.faults.soak [--seconds 600] [--seed 0]
+    make soak ARGS="--seconds 60 --seed 1 --handoff direct"
 
 Exits with 1 if an answer was wrong or something leaked.
 """
@@ -32,7 +32,6 @@ CLIENTS = 4
 FAULT_EVERY_S = 1.2
 # A kill costs seconds of start-up: one fault in so many.
 KILL_SHARE = 0.12
-WARM_UP_REQUESTS = 200
 
 
 @dataclass(slots=True)
@@ -55,7 +54,6 @@ class Soak:
         self._random = random.Random(seed)
         self._stop = threading.Event()
         self._lock = threading.Lock()
-        self._killed_router: set[int] = set()
 
     def run(self, seconds: float) -> Tally:
         """Harm for so long, then restore and look for what is left."""
@@ -66,6 +64,7 @@ class Soak:
                 while time.monotonic() < deadline:
                     began = time.monotonic()
                     self._harm()
+                    self._system.note_memory()
                     time.sleep(max(0.0, FAULT_EVERY_S - (time.monotonic() - began)))
             finally:
                 self._stop.set()
@@ -117,6 +116,7 @@ class Soak:
         victim = self._random.choice([*self._system.services, "redis"])
         if victim.startswith(("prefill", "decode")) and self._random.random() < 0.3:
             victim += "/engine"
+        self.tally.leaks |= self._system.grown()
         self._system.send(victim, signal.SIGKILL)
         self._system.revive()
         return f"kill {victim}"
@@ -177,7 +177,6 @@ def main() -> int:
         tempfile.TemporaryDirectory(prefix="diptych-soak-") as directory,
         deployed(Path(directory), shape) as system,
     ):
-        system.warm_memory(WARM_UP_REQUESTS)
         tally = Soak(system, args.seed).run(args.seconds)
     sys.stdout.write(report(tally, args.seconds) + "\n")
     return 1 if tally.wrong or tally.leaks else 0
