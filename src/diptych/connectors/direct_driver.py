@@ -17,12 +17,13 @@ from functools import partial
 from uuid import uuid4
 
 from diptych.connectors.base import KVLayout
+from diptych.connectors.direct_attempt import TakenPrompt
 from diptych.connectors.direct_checksums import HostChecksums
 from diptych.connectors.direct_given import GivenPrompt, GivenPrompts
 from diptych.connectors.direct_messages import TO_DECODE, HandoffMessage
 from diptych.connectors.direct_reports import DirectReports
 from diptych.connectors.direct_settings import DirectSettings
-from diptych.connectors.direct_taken import TakenPrompt, TakenPrompts
+from diptych.connectors.direct_taken import TakenPrompts
 from diptych.connectors.peer_reads import (
     PeerReads,
     RankCard,
@@ -173,6 +174,17 @@ class DirectDriver:
             self._thread.join(_JOIN_S)
         self._closing = True
         self._transfer.close()
+        given, taken = self._given, self._taken
+        _log.info(
+            "hand-offs: %d given and read, %d not; %d received, %d not (%d corrupt); "
+            "%d events without a rule",
+            given.num_valid,
+            given.num_gone,
+            taken.num_received,
+            taken.num_failed,
+            taken.num_corrupt,
+            given.num_ignored + taken.num_ignored,
+        )
         with self._lock:
             os.close(self._wake_fd)
             self._wake_fd = -1

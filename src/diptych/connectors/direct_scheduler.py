@@ -13,10 +13,10 @@ from diptych.connectors.base import (
     KVConnectorScheduler,
     RequestView,
 )
+from diptych.connectors.direct_attempt import TakenPrompt
 from diptych.connectors.direct_driver import DirectDriver
 from diptych.connectors.direct_given import GivenPrompt
 from diptych.connectors.direct_local import LocalRequest
-from diptych.connectors.direct_taken import TakenPrompt
 from diptych.engine.control_port import ControlPort
 from diptych.engine.request import HandoffPeer, KVTransferParams
 

@@ -9,24 +9,23 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Protocol
 
 from diptych.connectors.base import HandedOver
+from diptych.connectors.direct_attempt import ReadRange, Taken, TakenPrompt
 from diptych.connectors.direct_checksums import Checksums
 from diptych.connectors.direct_messages import HandoffMessage
 from diptych.connectors.direct_reports import DirectReports
 from diptych.connectors.direct_settings import DirectSettings
 from diptych.connectors.handoff import ANNOUNCEMENTS, RULES, Event, State
 from diptych.connectors.handoff_decode import step_decode
-from diptych.connectors.handoff_machines import DECODE, PREFILL, Decode, Message, Shape
+from diptych.connectors.handoff_machines import DECODE, PREFILL, Decode, Message
 from diptych.connectors.peer_reads import RangeRead, RangeResult
 from diptych.connectors.plan import BlockTable
 from diptych.connectors.transports.base import ReadState
 
 _log = logging.getLogger(__name__)
 
-_NO_END = 1 << 30
 _PULLING = (State.RESERVED, State.READING)
 _LISTENING = (*_PULLING, State.VALIDATING)
 _WAITING = (State.IDLE, State.OFFERED, State.DEFERRED)
@@ -39,67 +38,6 @@ class RangeReads(Protocol):
 
     def read(self, order: RangeRead) -> None: ...
     def cancel(self, read_id: str) -> None: ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TakenPrompt:
-    """One request whose KV is read from a peer: `num_tokens` of prompt and output so far."""
-
-    request_id: str
-    epoch: int
-    peer: str
-    num_tokens: int
-    ttl_s: float
-    num_given: int = 0
-
-
-@dataclass(slots=True, eq=False)
-class _Range:
-    """Tokens that one announcement brought. `here` once all of it has arrived, with checksums of
-    prefill's blocks in it that were read; `ended` once nothing writes for it any more."""
-
-    start: int
-    end: int
-    posted: bool = False
-    cancelled: bool = False
-    here: bool = False
-    ended: bool = False
-    first_block: int = 0
-    checksums: list[int] = field(default_factory=list)
-
-
-@dataclass(slots=True, eq=False)
-class _Taken:
-    """One hand-off on decode's side; `local_tokens` are in its own blocks already."""
-
-    prompt: TakenPrompt
-    machine: Decode = field(default_factory=Decode)
-    ranges: list[_Range] = field(default_factory=list)
-    latest: HandoffMessage | None = None
-    committed: HandoffMessage | None = None
-    block_ids: list[int] = field(default_factory=list)
-    local_tokens: int = 0
-    num_reads: int = 0
-    offered_s: float = 0.0
-    announced_s: float = 0.0
-    heard_s: float = 0.0
-    validating_s: float = 0.0
-    renew_at_s: float = 0.0
-    repeat_at_s: float = 0.0
-    why: str = ""
-    told: bool = False
-
-    @property
-    def shape(self) -> Shape:
-        return Shape((self.all_bits,), 0, _NO_END, _NO_END)
-
-    @property
-    def all_bits(self) -> int:
-        return (1 << len(self.ranges)) - 1
-
-    @property
-    def known_tokens(self) -> int:
-        return self.ranges[-1].end if self.ranges else 0
 
 
 class TakenPrompts:
@@ -134,7 +72,7 @@ class TakenPrompts:
         self._granule = granule
         self._source_block = source_block
         self._checksums = checksums
-        self._taken: dict[str, _Taken] = {}
+        self._taken: dict[str, Taken] = {}
         self.num_received = 0
         self.num_failed = 0
         self.num_corrupt = 0
@@ -153,7 +91,7 @@ class TakenPrompts:
         """The request waits for its KV from now on; nothing is reserved."""
         if prompt.request_id in self._taken:
             return
-        entry = self._taken[prompt.request_id] = _Taken(prompt, offered_s=self._monotonic())
+        entry = self._taken[prompt.request_id] = Taken(prompt, offered_s=self._monotonic())
         offer = Message(Event.OFFER, DECODE, prompt.epoch, prompt.num_given)
         self._step(entry, Event.OFFER, offer)
 
@@ -271,7 +209,7 @@ class TakenPrompts:
         settings = self._settings
         return min(settings.lease_s, settings.silence_s) / _RENEWALS_PER_LEASE
 
-    def _late(self, entry: _Taken, now: float) -> Event | None:
+    def _late(self, entry: Taken, now: float) -> Event | None:
         """The deadline that has passed, if any."""
         settings, state = self._settings, entry.machine.state
         if state is State.OFFERED and now >= entry.offered_s + entry.prompt.ttl_s:
@@ -288,7 +226,7 @@ class TakenPrompts:
             return Event.READ_DEADLINE
         return None
 
-    def _announced(self, entry: _Taken, message: HandoffMessage) -> None:
+    def _announced(self, entry: Taken, message: HandoffMessage) -> None:
         fresh = message.epoch == entry.machine.epoch and message.number > entry.machine.number
         if fresh and not self._note(entry, message):
             entry.why = "prefill announced what is not this prompt"
@@ -308,7 +246,7 @@ class TakenPrompts:
         else:
             self._step(entry, message.kind, inner)
 
-    def _note(self, entry: _Taken, message: HandoffMessage) -> bool:
+    def _note(self, entry: Taken, message: HandoffMessage) -> bool:
         """Remember what an announcement brings; False where it cannot be of this prompt."""
         commits = message.kind is Event.COMMIT
         end = message.num_tokens
@@ -323,11 +261,11 @@ class TakenPrompts:
         if commits:
             entry.committed = message
         if end > entry.known_tokens or commits:
-            entry.ranges.append(_Range(entry.known_tokens, end))
+            entry.ranges.append(ReadRange(entry.known_tokens, end))
         return True
 
     def _step(
-        self, entry: _Taken, event: Event, message: Message | None = None, *, block: int = 0
+        self, entry: Taken, event: Event, message: Message | None = None, *, block: int = 0
     ) -> None:
         before = entry.machine
         outcome = step_decode(RULES, entry.shape, before, event, message, block)
@@ -347,13 +285,13 @@ class TakenPrompts:
         self._lift(entry)
         self._settle(entry)
 
-    def _tell(self, entry: _Taken, out: Message) -> None:
+    def _tell(self, entry: Taken, out: Message) -> None:
         wire = HandoffMessage(
             kind=out.kind, request_id=entry.prompt.request_id, epoch=out.epoch, number=out.number
         )
         self._send(entry.prompt.peer, wire)
 
-    def _post(self, entry: _Taken) -> None:
+    def _post(self, entry: Taken) -> None:
         """Begin the reads that the machine has as begun."""
         if entry.machine.state not in _PULLING or entry.latest is None:
             return
@@ -379,7 +317,7 @@ class TakenPrompts:
                 )
             )
 
-    def _arrived(self, entry: _Taken, number: int) -> None:
+    def _arrived(self, entry: Taken, number: int) -> None:
         """A range is here; the last of all counts once all are, and are right."""
         if entry.committed is None or number != len(entry.ranges) - 1:
             self._step(entry, Event.READ_OK, block=1 << number)
@@ -396,7 +334,7 @@ class TakenPrompts:
             _log.error("request %s: KV arrived with wrong checksums", entry.prompt.request_id)
             self._step(entry, Event.READ_FAILED, block=1 << last)
 
-    def _sum(self, entry: _Taken, part: _Range) -> None:
+    def _sum(self, entry: Taken, part: ReadRange) -> None:
         """Checksums of what arrived, while the rest is under way."""
         size = self._source_block(entry.prompt.peer)
         if self._checksums is None or not size:
@@ -406,7 +344,7 @@ class TakenPrompts:
             end = min(part.end, (index + 1) * size)
             part.checksums.append(self._checksums.of(entry.block_ids, index * size, end))
 
-    def _is_right(self, entry: _Taken, commit: HandoffMessage) -> bool:
+    def _is_right(self, entry: Taken, commit: HandoffMessage) -> bool:
         """Whether what arrived is what prefill had; True where either side does not verify."""
         given = commit.checksums
         for part in entry.ranges if given else ():
@@ -415,7 +353,7 @@ class TakenPrompts:
                 return False
         return True
 
-    def _lift(self, entry: _Taken) -> None:
+    def _lift(self, entry: Taken) -> None:
         """Cancel reads that were given up; those that ended already are in quarantine no more."""
         for number, part in enumerate(entry.ranges):
             if not entry.machine.quarantine >> number & 1:
@@ -426,7 +364,7 @@ class TakenPrompts:
                 part.cancelled = True
                 self._reads.cancel(f"{entry.prompt.request_id}/{number}")
 
-    def _settle(self, entry: _Taken) -> None:
+    def _settle(self, entry: Taken) -> None:
         """Tell the scheduler what it must know, and forget what is over."""
         request_id, state = entry.prompt.request_id, entry.machine.state
         if self._taken.get(request_id) is not entry:

@@ -1,0 +1,71 @@
+"""One direct hand-off as decode keeps it: a value of its machine, and what that leaves out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from diptych.connectors.direct_messages import HandoffMessage
+from diptych.connectors.handoff_machines import Decode, Shape
+
+NO_END = 1 << 30
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TakenPrompt:
+    """One request whose KV is read from a peer: `num_tokens` of prompt and output so far."""
+
+    request_id: str
+    epoch: int
+    peer: str
+    num_tokens: int
+    ttl_s: float
+    num_given: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class ReadRange:
+    """Tokens that one announcement brought. `here` once all of it has arrived, with checksums of
+    prefill's blocks in it that were read; `ended` once nothing writes for it any more."""
+
+    start: int
+    end: int
+    posted: bool = False
+    cancelled: bool = False
+    here: bool = False
+    ended: bool = False
+    first_block: int = 0
+    checksums: list[int] = field(default_factory=list)
+
+
+@dataclass(slots=True, eq=False)
+class Taken:
+    """One hand-off on decode's side; `local_tokens` are in its own blocks already."""
+
+    prompt: TakenPrompt
+    machine: Decode = field(default_factory=Decode)
+    ranges: list[ReadRange] = field(default_factory=list)
+    latest: HandoffMessage | None = None
+    committed: HandoffMessage | None = None
+    block_ids: list[int] = field(default_factory=list)
+    local_tokens: int = 0
+    num_reads: int = 0
+    offered_s: float = 0.0
+    announced_s: float = 0.0
+    heard_s: float = 0.0
+    validating_s: float = 0.0
+    renew_at_s: float = 0.0
+    repeat_at_s: float = 0.0
+    why: str = ""
+    told: bool = False
+
+    @property
+    def shape(self) -> Shape:
+        return Shape((self.all_bits,), 0, NO_END, NO_END)
+
+    @property
+    def all_bits(self) -> int:
+        return (1 << len(self.ranges)) - 1
+
+    @property
+    def known_tokens(self) -> int:
+        return self.ranges[-1].end if self.ranges else 0
