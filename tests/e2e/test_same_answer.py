@@ -1,8 +1,9 @@
-"""One answer whatever the path: one engine, split through the store or through files, offline."""
+"""One answer whatever the path: one engine, split (through the store, through files, from memory to
+memory), offline."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -105,6 +106,13 @@ def split_by_store(made: Cluster, engine: dict[str, Any] = ENGINE) -> Api:
     return made.router(*(made.worker(role, store=store, **engine)[1] for role in roles))[1]
 
 
+def split_directly(made: Cluster, engine: dict[str, Any] = ENGINE) -> Api:
+    roles = ("prefill", "decode")
+    direct = {"handoff": "direct"}
+    addresses = [made.worker(role, worker=direct, **engine)[1] for role in roles]
+    return made.router(*addresses, handoff="direct")[1]
+
+
 @pytest.fixture(scope="module", params=MODELS)
 def paths(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
@@ -119,6 +127,7 @@ def paths(
             "one engine": made.router(made.worker("worker", **ENGINE)[1])[1],
             "split by the store": split_by_store(made),
             "split by files": split_by_files(made, directory / "files"),
+            "split directly": split_directly(made),
         }
         with LLM(model, **ENGINE) as llm:
             made.wait_ready()
@@ -136,11 +145,14 @@ def test_every_path_gives_the_offline_answer(
     assert answers == dict.fromkeys(apis, expected)
 
 
-def test_eight_bits_survive_the_split(tmp_path: Path) -> None:
+@pytest.mark.parametrize("split", [split_by_store, split_directly])
+def test_eight_bits_survive_the_split(
+    tmp_path: Path, split: Callable[[Cluster, dict[str, Any]], Api]
+) -> None:
     engine = ENGINE | {"quantization": "fp8", "kv_cache_dtype": "fp8"}
     model = make_tiny_model(tmp_path / "model")
     with cluster(model, tmp_path) as made:
-        api = split_by_store(made, engine)
+        api = split(made, engine)
         with LLM(str(model), **engine) as llm, LLM(str(model), **ENGINE) as plain:
             made.wait_ready()
             for sampling in (SAMPLING["greedy"], SAMPLING["seeded"]):
