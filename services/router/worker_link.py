@@ -392,6 +392,10 @@ class WorkerLink:
             self._cancels.clear()
         changed = info.draining != self.info.draining or info.role != self.info.role
         self.info, self.load = info, info.load
+        if not all(self.reads(incarnation) for incarnation in self._peers):
+            # said again: it gives a peer up that cannot be reached for a while
+            self._peers_sent.clear()
+            self._wake.set()
         if changed:
             self._on_change()
 

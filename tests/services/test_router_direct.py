@@ -280,3 +280,16 @@ async def test_a_decode_worker_is_told_of_prefill_workers_that_come_and_restart(
         await decode.break_streams()
         decode.peers = []
         await until(lambda: sorted(decode.peers) == ["p1-2", "p2-1"])
+
+
+async def test_a_decode_worker_without_a_link_is_told_again(model: Path, script: list[int]) -> None:
+    (prefill,), (decode,) = workers(script, PREFILL), workers(script, DECODE)
+    async with running_router(model, [prefill, decode], handoff="auto"):
+        for _ in range(2):
+            await until(lambda: decode.peers == ["p1-1"])
+            decode.peers = []
+        decode.reads = [prefill]
+        await asyncio.sleep(0.5)  # the router asks for its state
+        decode.peers = []
+        await asyncio.sleep(0.5)
+        assert decode.peers == []

@@ -127,8 +127,10 @@ def test_what_decode_says_before_token_1_came_waits_for_it() -> None:
     assert say(route, "d1", entry(1, 12)) == ([], [Outcome.CONTINUE])
     end = entry(2, 13, 14, finish_reason=FinishReason.LENGTH)
     assert say(route, "d1", end) == ([], [Outcome.CONTINUE])
-    outcomes = [Outcome.CONTINUE, Outcome.TAKEN_OVER, Outcome.FINISHED]
-    assert say(route, "p1", entry(0, 11)) == ([11, 12, 13, 14], outcomes)
+    steps = list(route.steps("p1", entry(0, 11)))
+    assert tokens(steps) == [11, 12, 13, 14]
+    expected = [(Outcome.CONTINUE, "p1"), (Outcome.TAKEN_OVER, "d1"), (Outcome.FINISHED, "d1")]
+    assert [(step.outcome, step.worker_key) for step in steps] == expected
 
 
 def test_a_decode_worker_may_repeat_token_1() -> None:

@@ -212,7 +212,9 @@ async def test_who_does_not_fit_is_refused(frame: worker_pb2.HandoffFrame) -> No
         assert prefill.engine.heard == []
 
 
-async def test_only_workers_with_the_ticket_keys_are_told_where_memory_lies() -> None:
+async def test_only_workers_with_the_ticket_keys_are_told_where_memory_lies(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     keys, others = TicketKeys.drawn(), TicketKeys.drawn()
     async with worker("p", keys=keys) as prefill, open_channel(prefill.address) as channel:
         for signer in (None, others):
@@ -225,6 +227,14 @@ async def test_only_workers_with_the_ticket_keys_are_told_where_memory_lies() ->
                 await call.read()
             assert error.value.code() is grpc.StatusCode.UNAUTHENTICATED
         assert prefill.engine.heard == []
+        async with (
+            worker("d", "decode", keys=others, grace_s=0.2) as stranger,
+            router_of(stranger, keys=others) as r,
+        ):
+            peer = worker_pb2.HandoffPeer(worker_id="p", incarnation="p1", address=prefill.address)
+            hint = worker_pb2.HandoffPeers(peers=[peer])
+            await r.call.write(worker_pb2.RouterMessage(handoff_peers=hint))
+            await until(lambda: "signature does not hold" in caplog.text)
         async with worker("d", "decode", keys=keys) as decode, router_of(decode, keys=keys) as r:
             peer = worker_pb2.HandoffPeer(worker_id="p", incarnation="p1", address=prefill.address)
             hint = worker_pb2.HandoffPeers(peers=[peer])

@@ -289,13 +289,14 @@ class PeerStreams:
     async def _keep_calling(self, peer: worker_pb2.HandoffPeer) -> None:
         """Hold a stream to a worker until it is gone for good."""
         backoff_s = _FIRST_BACKOFF_S
-        heard_at = self._clock.monotonic()
+        heard_at, problem = self._clock.monotonic(), ""
         async with open_channel(peer.address) as channel:
             stub = worker_pb2_grpc.WorkerStub(channel)  # type: ignore[no-untyped-call]
             while self._clock.monotonic() - heard_at < self._times.gone_s:
                 opened_at = self._clock.monotonic()
                 try:
-                    if await self._call(stub, peer):
+                    greeted, problem = await self._call(stub, peer)
+                    if greeted:
                         heard_at, backoff_s = self._clock.monotonic(), _FIRST_BACKOFF_S
                 except StaleTicketError as error:
                     logger.info("%s", error.message)
@@ -305,21 +306,22 @@ class PeerStreams:
                 await self._clock.sleep(backoff_s * (0.5 + self._clock.random().random()))
                 if self._clock.monotonic() - opened_at < _MAX_BACKOFF_S:
                     backoff_s = min(2 * backoff_s, _MAX_BACKOFF_S)
-        logger.warning("worker %s at %s cannot be reached", peer.worker_id, peer.address)
+        where = f"worker {peer.worker_id} at {peer.address}"
+        logger.warning("%s cannot hand over to this one: %s", where, problem)
 
     def _call_ended(self, incarnation: str, task: asyncio.Task[None]) -> None:
         del self._calls[incarnation]
         if not task.cancelled() and (error := task.exception()) is not None:
             logger.error("a hand-off stream failed", exc_info=error)
 
-    async def _call(self, stub: Any, peer: worker_pb2.HandoffPeer) -> bool:
-        """One stream from opening to end. True if hellos were exchanged.
+    async def _call(self, stub: Any, peer: worker_pb2.HandoffPeer) -> tuple[bool, str]:
+        """One stream from opening to end: whether hellos were exchanged, and why it ended.
 
         Raises:
             StaleTicketError: another incarnation answers there.
         """
         call = stub.Handoff()
-        greeted = False
+        greeted, problem = False, "it closed the stream"
         try:
             async with asyncio.timeout(self._times.hello_s):
                 await call.write(worker_pb2.HandoffFrame(hello=self._signed_hello()))
@@ -332,10 +334,11 @@ class PeerStreams:
         except StaleTicketError:
             raise
         except (grpc.aio.AioRpcError, DiptychError, asyncio.InvalidStateError, TimeoutError) as e:
-            logger.debug("hand-off stream to %s: %s", peer.worker_id, _brief(e))
+            problem = _brief(e)
+            logger.debug("hand-off stream to %s: %s", peer.worker_id, problem)
         finally:
             call.cancel()
-        return greeted
+        return greeted, problem
 
 
 async def _write(peer: _Peer, call: Any) -> None:
