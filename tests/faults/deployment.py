@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +49,8 @@ class Shape:
     transport: str = "auto"
     store_host: str = ""  # where a proxy stands for the first store node's stream
     ssd_path: Path | None = None  # of the first store node; in its own folder if absent
+    # role: network namespace and address there
+    places: dict[str, tuple[str, str]] = field(default_factory=dict)
 
 
 class Deployment:
@@ -202,7 +204,8 @@ class Deployment:
         now = time.monotonic()
         for pid in self._pids().values():
             if now - self._seen_at.setdefault(pid, now) > WARM_S and pid not in self._first_bytes:
-                self._first_bytes[pid] = private_bytes(pid)
+                with contextlib.suppress(OSError):
+                    self._first_bytes[pid] = private_bytes(pid)
 
     def check_nothing_leaks(self) -> None:
         """Blocks, leases, pool bytes, descriptors and threads are back to where they were."""
@@ -307,6 +310,10 @@ class Deployment:
             "liveness_s": LIVENESS_S,
         }
         service = ServiceProcess(command, sections, self.directory, admin_port)
+        if command in self.shape.places:
+            namespace, address = self.shape.places[command]
+            own |= {"host": "0.0.0.0", "advertise_address": f"{address}:{port}"}
+            service.prefix, service.host = ("ip", "netns", "exec", namespace), address
         self.services[name] = service
         self.ports[name] = port
 
