@@ -12,20 +12,20 @@ from typing import Any
 from diptych.config_sources import Settings, add_flags, load
 from diptych.errors import DiptychError
 
-_BENCHES = (
-    "latency",
-    "throughput",
-    "ladder",
-    "mixed",
-    "blocks",
-    "startup",
-    "kernels",
-    "quality",
-    "kvstore",
-    "prefix",
-    "transport",
-    "up",
-)
+_BENCHES = {
+    "latency": "seconds of one batch",
+    "throughput": "requests and tokens per second, all at once",
+    "ladder": "decode and prefill over batch and context, against floor and peer",
+    "mixed": "a known prefix against an unknown one; running requests while prompts arrive",
+    "blocks": "KV block sizes: decode, prefill, transfers",
+    "startup": "seconds until an engine is ready",
+    "kernels": "each Triton kernel against its floor",
+    "quality": "answers with weights and KV of eight bits, against those without",
+    "kvstore": "the KV store against a copy in memory, and beside other stores",
+    "prefix": "first token of a prompt whose prefix only the store has",
+    "transport": "each transport between two processes, against a copy",
+    "up": "start-up, memory and first token of the whole system",
+}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -108,7 +108,7 @@ def _add_chat(commands: Any) -> None:
 def _add_config(commands: Any) -> None:
     config = commands.add_parser("config", help="configuration")
     actions = config.add_subparsers(metavar="ACTION", required=True)
-    show = actions.add_parser("show", help="print the values that flags, environment and file give")
+    show = actions.add_parser("show", help="print the values that environment and file give")
     show.add_argument("--config", metavar="FILE", help="YAML file with one mapping per section")
     show.set_defaults(run=_config_show)
 
@@ -133,8 +133,8 @@ def _add_doctor(commands: Any) -> None:
 def _add_bench(commands: Any, argv: list[str]) -> None:
     bench = commands.add_parser("bench", help="measure")
     kinds = bench.add_subparsers(metavar="KIND", required=True)
-    for name in _BENCHES:
-        sub = kinds.add_parser(name, help=f"measure {name}")
+    for name, what in _BENCHES.items():
+        sub = kinds.add_parser(name, help=what)
         if argv[:2] == ["bench", name]:
             module = import_module(f"diptych.bench.{name}")
             module.add_arguments(sub)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from diptych.bench.hardware import add_hardware_arguments, roofline_of, variant
 from diptych.bench.offline import (
     add_engine_arguments,
+    count,
     make_llm,
     model_directory,
     percentile,
@@ -33,11 +34,11 @@ COMPARED_BATCH_SIZES = (1, 8)
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of this benchmark."""
     add = parser.add_argument
-    add("--input-len", type=int, default=32, help="prompt tokens of a request")
-    add("--output-len", type=int, default=128, help="tokens that each request generates")
-    add("--batch-size", type=int, default=8, help="requests that run together")
+    add("--input-len", type=count, default=32, help="prompt tokens of a request")
+    add("--output-len", type=count, default=128, help="tokens that each request generates")
+    add("--batch-size", type=count, default=8, help="requests that run together")
     add("--num-iters-warmup", type=int, default=10, help="batches before measuring")
-    add("--num-iters", type=int, default=30, help="batches that are measured")
+    add("--num-iters", type=count, default=30, help="batches that are measured")
     add("--temperature", type=float, default=0.0, help="0 takes the likeliest token")
     add("--compare", choices=["transformers"], default=None, help="measure this one beside ours")
     add_hardware_arguments(parser)
@@ -63,7 +64,8 @@ def main(args: argparse.Namespace) -> int:
     )
     say(
         f"{figures['tb_per_s']:.2f} TB/s, {figures['tflop_per_s']:.1f} TFLOP/s, "
-        f"{figures['times_floor']:.2f} x the floor of {figures['floor_s'] * 1e3:.2f} ms"
+        f"{figures['times_floor']:.2f} x the floor of {figures['floor_s'] * 1e3:.2f} ms "
+        f"(at {args.bandwidth_tb_per_s} TB/s)"
     )
     report(f"latency{kind}", args, device, figures)
     return 0

@@ -13,6 +13,7 @@ from typing import Any
 
 from diptych.bench.offline import (
     add_engine_arguments,
+    count,
     engine_arguments,
     model_directory,
     percentile,
@@ -37,12 +38,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of this benchmark."""
     add = parser.add_argument
     add("--prefix-len", type=int, default=8192, help="tokens that two prompts share")
-    add("--new-tokens", type=int, default=64, help="tokens of each beyond them")
-    add("--num-iters", type=int, default=5, help="prompts of each kind")
-    add("--num-running", type=int, default=32, help="requests that decode meanwhile")
-    add("--context", type=int, default=1024, help="prompt tokens of each of those")
-    add("--prompt-len", type=int, default=8192, help="tokens of a prompt that arrives")
-    add("--arrivals", type=int, default=6, help="prompts that arrive, one after another")
+    add("--new-tokens", type=count, default=64, help="tokens of each beyond them")
+    add("--num-iters", type=count, default=5, help="prompts of each kind")
+    add("--num-running", type=count, default=32, help="requests that decode meanwhile")
+    add("--context", type=count, default=1024, help="prompt tokens of each of those")
+    add("--prompt-len", type=count, default=8192, help="tokens of a prompt that arrives")
+    add("--arrivals", type=count, default=6, help="prompts that arrive, one after another")
     add(
         "--thresholds",
         type=int,

@@ -30,6 +30,17 @@ _ENGINE_DEST = "engine."
 _SHAPES = Path(__file__).with_name("shapes")
 
 
+def count(text: str) -> int:
+    """An argument that must be at least 1.
+
+    Raises:
+        argparse.ArgumentTypeError: it is not.
+    """
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of 1 or more")
+    return int(text)
+
+
 def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of the engine under test, of the random seed and of the report."""
     add = parser.add_argument

@@ -15,6 +15,7 @@ from diptych.bench import peer_vllm
 from diptych.bench.hardware import add_hardware_arguments, roofline_of, variant
 from diptych.bench.offline import (
     add_engine_arguments,
+    count,
     make_llm,
     random_prompts,
     report,
@@ -44,8 +45,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--dataset-name", choices=["random", "sharegpt"], default="random")
     add("--dataset-path", type=Path, default=None, help="ShareGPT's JSON file")
-    add("--num-prompts", type=int, default=1000, help="requests")
-    add("--input-len", type=int, default=1024, help="prompt tokens of a random request")
+    add("--num-prompts", type=count, default=1000, help="requests")
+    add("--input-len", type=count, default=1024, help="prompt tokens of a random request")
     add(
         "--output-len",
         type=int,
@@ -87,7 +88,8 @@ def main(args: argparse.Namespace) -> int:
     )
     say(
         f"{figures['tflop_per_s']:.1f} TFLOP/s, {figures['kv_tb_per_s']:.2f} TB/s of KV, "
-        f"{figures['times_floor']:.2f} x the floor of {figures['floor_s']:.2f} s"
+        f"{figures['times_floor']:.2f} x the floor of {figures['floor_s']:.2f} s "
+        f"(at {args.bandwidth_tb_per_s} TB/s)"
     )
     if not kind:
         _say_peer(args, device, figures)
