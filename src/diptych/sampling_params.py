@@ -6,6 +6,7 @@ No torch here: the router, the services and `LLM` share this file.
 from __future__ import annotations
 
 import math
+import sys
 from copy import copy
 from typing import Any
 
@@ -58,6 +59,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
             self.stop = [self.stop]
+        self._check_lists()
         self.stop = list(self.stop or [])
         self.stop_token_ids = sorted(set(self.stop_token_ids or []))
         self.bad_words = list(self.bad_words or [])
@@ -108,6 +110,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
             ("stop_token_ids", self.stop_token_ids or []),
             ("allowed_token_ids", self.allowed_token_ids or []),
             ("logit_bias", list(self.logit_bias or {})),
+            ("bad_words_token_ids", [i for word in self.bad_words_token_ids or () for i in word]),
         ]
         for name, values in ids:
             for value in values:
@@ -149,6 +152,21 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
                 param="bad_words",
             )
 
+    def _check_lists(self) -> None:
+        for name, holds, what in (
+            ("stop", _is_word, "non-empty strings"),
+            ("bad_words", _is_word, "non-empty strings"),
+            ("stop_token_ids", _is_int, "integers"),
+            ("allowed_token_ids", _is_int, "integers"),
+            ("bad_words_token_ids", _is_sequence, "lists of integers"),
+        ):
+            values = getattr(self, name)
+            _require(name, values is None or _is_sequence(values), f"a list of {what}")
+            _require(name, all(map(holds, values or ())), f"a list of {what}")
+        for word in self.bad_words_token_ids or ():
+            holds = bool(word) and all(map(_is_int, word))
+            _require("bad_words_token_ids", holds, "a list of non-empty lists of integers")
+
     def _check_types(self) -> None:
         for name in ("n", "top_k", "min_tokens"):
             _require(name, _is_int(getattr(self, name)), "an integer")
@@ -164,8 +182,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
             "repetition_penalty",
         ):
             value = getattr(self, name)
-            number = isinstance(value, int | float) and not isinstance(value, bool)
-            _require(name, number and math.isfinite(value), "a finite number")
+            _require(name, _is_finite(value), "a finite number")
 
     def _check_least_tokens(self) -> None:
         fits = self.max_tokens is None or self.min_tokens <= self.max_tokens
@@ -189,18 +206,13 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
         for name in ("logprobs", "prompt_logprobs"):
             value = getattr(self, name)
             _require(name, value is None or value >= -1, "-1, 0 or a positive integer")
-        strings = self.stop_strings
-        _require("stop", all(isinstance(s, str) and s for s in strings), "non-empty strings")
-        _require("stop", self.detokenize or not strings, "empty when detokenize is False")
-        words = self.bad_words or []
-        _require("bad_words", all(isinstance(w, str) and w for w in words), "non-empty strings")
-        _require("stop_token_ids", all(map(_is_int, self.stop_token_ids or [])), "integers")
+        _require("stop", self.detokenize or not self.stop, "empty when detokenize is False")
         allowed = self.allowed_token_ids
         _require("allowed_token_ids", allowed is None or len(allowed) > 0, "non-empty")
         if self.logit_bias is not None:
             try:
                 bias = {int(k): float(v) for k, v in self.logit_bias.items()}
-            except (TypeError, ValueError):
+            except (AttributeError, OverflowError, TypeError, ValueError):
                 bias = {0: math.nan}
             _require("logit_bias", all(map(math.isfinite, bias.values())), "a map of id to number")
             self.logit_bias = {k: min(100.0, max(-100.0, v)) for k, v in bias.items()}
@@ -208,6 +220,21 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 def _is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_word(value: object) -> bool:
+    return isinstance(value, str) and value != ""
+
+
+def _is_sequence(value: object) -> bool:
+    return isinstance(value, list | tuple | set | frozenset)
+
+
+def _is_finite(value: object) -> bool:
+    """Whether it is a number that a float holds: `math.isfinite` fails on wider integers."""
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return False
+    return abs(value) <= sys.float_info.max
 
 
 def _require(name: str, holds: bool, rule: str) -> None:

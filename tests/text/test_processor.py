@@ -90,6 +90,8 @@ def test_the_callers_params_are_left_as_they_were(directory: Path) -> None:
         ("a", {"stop_token_ids": [384]}, "stop_token_ids contains 384"),
         ("a", {"allowed_token_ids": [999]}, "allowed_token_ids contains 999"),
         ("a", {"logit_bias": {999: 1.0}}, "logit_bias contains 999"),
+        ("a", {"bad_words_token_ids": [[5, 384]]}, "bad_words_token_ids contains 384"),
+        ("a", {"bad_words_token_ids": [[-1]]}, "bad_words_token_ids contains -1"),
         ("a", {"logprobs": 21}, "logprobs must be at most 20"),
         ("a", {"prompt_logprobs": -1}, "prompt_logprobs must be at most 20"),
         ("a", {"bad_words": [" "]}, "bad_words has no tokens"),
@@ -136,3 +138,29 @@ def test_bad_words_are_found_with_and_without_a_space(directory: Path) -> None:
     assert len(bare) == len(spaced) == 1
     request = processor.completion("a", SamplingParams(bad_words=["the"]))
     assert request.sampling_params.bad_words_token_ids == [bare, spaced]
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        ({"temperature": 10**400}, "temperature must be a finite number"),
+        ({"top_p": float("nan")}, "top_p must be a finite number"),
+        ({"stop": 5}, "stop must be a list of non-empty strings"),
+        ({"stop": [b"x"]}, "stop must be a list of non-empty strings"),
+        ({"bad_words": "abc"}, "bad_words must be a list of non-empty strings"),
+        ({"stop_token_ids": 5}, "stop_token_ids must be a list of integers"),
+        ({"stop_token_ids": ["a", 1]}, "stop_token_ids must be a list of integers"),
+        ({"stop_token_ids": [[1]]}, "stop_token_ids must be a list of integers"),
+        ({"allowed_token_ids": 5}, "allowed_token_ids must be a list of integers"),
+        ({"allowed_token_ids": [1.5]}, "allowed_token_ids must be a list of integers"),
+        ({"bad_words_token_ids": 5}, "bad_words_token_ids must be a list of lists of integers"),
+        ({"bad_words_token_ids": [["a"]]}, "must be a list of non-empty lists of integers"),
+        ({"bad_words_token_ids": [[]]}, "must be a list of non-empty lists of integers"),
+        ({"logit_bias": [1]}, "logit_bias must be a map of id to number"),
+        ({"logit_bias": {0: 10**400}}, "logit_bias must be a map of id to number"),
+    ],
+    ids=str,
+)
+def test_params_of_odd_types_are_named(params: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidRequestError, match=message):
+        SamplingParams(**params)

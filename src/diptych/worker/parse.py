@@ -63,12 +63,6 @@ def _check_sampling(sampling: SamplingParams, limits: ModelLimits) -> None:
     if sampling.seed is None or sampling.max_tokens is None:
         raise InvalidRequestError("seed and max_tokens must be set", param="sampling")
     sampling.check_against_model(vocab_size=limits.vocab_size, max_logprobs=limits.max_logprobs)
-    for word in sampling.bad_words_token_ids or []:
-        if not word or max(word) >= limits.vocab_size:
-            raise InvalidRequestError(
-                "bad_words_token_ids has an empty word or one outside the vocabulary",
-                param="bad_words_token_ids",
-            )
 
 
 def _check_tokens(
