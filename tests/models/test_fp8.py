@@ -208,6 +208,12 @@ def test_tensors_that_are_not_what_the_config_says_are_named(plain: Path, tmp_pa
     save_file(tensors | {weight: tensors[weight].float()}, model / "model.safetensors")
     with pytest.raises(ModelLoadError, match=rf"{weight} .* dtype F32; supported are F8_E4M3"):
         answers(model)
+    save_file(tensors | {scale: torch.ones(384, 2)}, model / "model.safetensors")
+    with pytest.raises(ModelLoadError, match=rf"{scale} has shape \(384, 2\), not \(384, 1\)"):
+        answers(model)
+    save_file(tensors | {scale: tensors[scale] * float("nan")}, model / "model.safetensors")
+    with pytest.raises(ModelLoadError, match=f"{scale} has scales that are negative or not finite"):
+        answers(model)
     # a checkpoint that does not say so holds numbers without their scales
     bare = make_tiny_model(tmp_path / "bare", **SIZES)
     save_file(tensors, bare / "model.safetensors")

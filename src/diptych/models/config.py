@@ -6,6 +6,7 @@ Reads `config.json` (and `generation_config.json`) of a Hugging Face directory i
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -77,6 +78,9 @@ class ModelConfig:
         for name in (*sizes, "num_kv_heads", "head_dim", "max_position"):
             if not 0 < getattr(self, name) < 1 << 31:
                 raise ValueError(f"{name} is {getattr(self, name)}")
+        for name, least in (("rms_norm_eps", 0.0), ("rope_theta", 1e-9), ("sliding_window", 0.0)):
+            if not least <= getattr(self, name) < math.inf:
+                raise ValueError(f"{name} is {getattr(self, name)}")
         if self.num_heads % self.num_kv_heads or self.head_dim % 2:
             raise ValueError(
                 f"{self.num_heads} heads of {self.head_dim} over {self.num_kv_heads} KV heads"
@@ -138,7 +142,7 @@ def _read_json(path: Path) -> dict[str, Any]:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ModelLoadError(f"{path} does not exist") from None
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (OSError, RecursionError, ValueError) as error:
         raise ModelLoadError(f"{path} cannot be read: {error}") from error
     if not isinstance(value, dict):
         raise ModelLoadError(f"{path} is not a JSON object")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -122,8 +123,13 @@ def _stored(scheme: Fp8Scheme, weights: Weights, name: str, rows: int, columns: 
         inverse = f"{name}.weight_scale_inv"
         scale_name = inverse if inverse in weights else f"{name}.weight_scale"
         high, wide = -(-rows // TILE), -(-columns // TILE)
-        return Fp8Tensor(values, weights.load([scale_name], [high], wide, dtype=torch.float32))
-    return Fp8Tensor(values, _scale_of_rows(weights, f"{name}.weight_scale", rows, values.device))
+        scale = weights.load([scale_name], [high], wide, dtype=torch.float32)
+    else:
+        scale_name = f"{name}.weight_scale"
+        scale = _scale_of_rows(weights, scale_name, rows, values.device)
+    if not bool(((scale >= 0) & scale.isfinite()).all()):
+        raise ModelLoadError(f"tensor {scale_name} has scales that are negative or not finite")
+    return Fp8Tensor(values, scale)
 
 
 def _scale_of_rows(weights: Weights, name: str, rows: int, device: torch.device) -> Tensor:
@@ -131,4 +137,6 @@ def _scale_of_rows(weights: Weights, name: str, rows: int, device: torch.device)
     shape = weights.shape(name)
     if shape in ((), (1,)):
         return torch.full((rows, 1), weights.number(name), device=device)
+    if math.prod(shape[1:]) != 1:
+        raise ModelLoadError(f"tensor {name} has shape {shape}, not {(rows, 1)}")
     return weights.load([name], [rows], *shape[1:], dtype=torch.float32).view(rows, 1)

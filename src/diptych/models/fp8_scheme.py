@@ -75,7 +75,7 @@ def _of_hugging_face(raw: Mapping[str, Any]) -> Fp8Scheme:
     if (kind := raw.get("fmt") or "e4m3") not in ("e4m3", "float8_e4m3fn"):
         raise ValueError(f"fmt is {kind}, not e4m3")
     ignored = [*(raw.get("modules_to_not_convert") or ()), *(raw.get("ignored_layers") or ())]
-    return Fp8Scheme(True, _is_tiled(raw.get("weight_block_size")), tuple(ignored))
+    return Fp8Scheme(True, _is_tiled(raw.get("weight_block_size")), _patterns(ignored))
 
 
 def _of_compressed_tensors(raw: Mapping[str, Any]) -> Fp8Scheme:
@@ -89,7 +89,19 @@ def _of_compressed_tensors(raw: Mapping[str, Any]) -> Fp8Scheme:
     if (strategy := weights["strategy"]) not in ("tensor", "channel", "block"):
         raise ValueError(f"the strategy is {strategy}, not tensor, channel or block")
     block = weights.get("block_structure") if strategy == "block" else None
-    return Fp8Scheme(True, _is_tiled(block), tuple(raw.get("ignore") or ()))
+    return Fp8Scheme(True, _is_tiled(block), _patterns(raw.get("ignore") or ()))
+
+
+def _patterns(ignored: Sequence[object]) -> tuple[str, ...]:
+    for pattern in ignored:
+        if not isinstance(pattern, str):
+            raise ValueError(f"{pattern!r} is no name of a module")
+        if pattern.startswith("re:"):
+            try:
+                re.compile(pattern.removeprefix("re:"))
+            except re.error as error:
+                raise ValueError(f"{pattern!r} is no expression: {error}") from error
+    return tuple(str(pattern) for pattern in ignored)
 
 
 def _is_tiled(block: Sequence[int] | None) -> bool:

@@ -224,8 +224,8 @@ def weight_files(directory: Path) -> list[Path]:
     index = directory / "model.safetensors.index.json"
     if index.exists():
         try:
-            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        except (OSError, ValueError, KeyError, AttributeError) as error:
+            names = sorted({str(n) for n in json.loads(index.read_text())["weight_map"].values()})
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ModelLoadError(f"{index} cannot be read: {error!r}") from error
     elif (directory / "model.safetensors").exists():
         names = ["model.safetensors"]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 import os
+from operator import index
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -50,7 +51,15 @@ class SafetensorsFile:
             raise ModelLoadError(f"{path} is missing, truncated or damaged: {error}") from error
         try:
             self.places = self._read_header()
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        except (
+            OSError,
+            ArithmeticError,
+            AttributeError,
+            KeyError,
+            RecursionError,
+            TypeError,
+            ValueError,
+        ) as error:
             self.close()
             raise ModelLoadError(f"{path} is missing, truncated or damaged: {error}") from error
 
@@ -89,9 +98,11 @@ class SafetensorsFile:
 
 
 def _place(name: str, entry: dict[str, Any], first: int, size: int) -> TensorPlace:
-    begin, end = entry["data_offsets"]
-    shape = tuple(int(length) for length in entry["shape"])
+    begin, end = map(index, entry["data_offsets"])
+    shape = tuple(map(index, entry["shape"]))
     place = TensorPlace(str(entry["dtype"]), shape, first + begin, end - begin)
+    if min(shape, default=0) < 0:
+        raise ValueError(f"tensor {name} has the shape {shape}")
     if not 0 <= begin <= end <= size - first:
         raise ValueError(f"tensor {name} lies beyond the end")
     dtype = DTYPES.get(place.dtype)
