@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from diptych.config import EngineConfig, RedisConfig, RouterConfig
+from diptych.config import EngineConfig, KVStoreConfig, RedisConfig, RouterConfig
 from diptych.engine.core import make_engine_core
 from diptych.errors import DiptychError
 from diptych.services.router.main import serve
@@ -204,3 +204,8 @@ def test_what_an_engine_cannot_load_is_named(tmp_path: Path, model: Path, case: 
         make_engine_core(config)
 
     assert text in caught.value.message
+
+
+def test_a_disk_tier_of_no_name_does_not_fill_the_working_directory() -> None:
+    with pytest.raises(DiptychError, match="ssd_path must not be empty"):
+        KVStoreConfig(ssd_path="")

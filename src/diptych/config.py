@@ -226,6 +226,8 @@ class KVStoreConfig:
                 "eviction needs 0 < eviction_step < eviction_high_watermark <= 1, not "
                 f"{self.eviction_step} and {self.eviction_high_watermark}"
             )
+        if self.ssd_path == "":
+            raise ConfigError("ssd_path must not be empty")
         if not 0.0 < self.tenant_quota <= 1.0:
             raise ConfigError(f"tenant_quota must be in (0, 1], not {self.tenant_quota}")
         check_positive(self, "put_ttl_s", "lease_s", "ssd_bytes", "ssd_min_uses")
