@@ -164,8 +164,8 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
             _require(name, values is None or _is_sequence(values), f"a list of {what}")
             _require(name, all(map(holds, values or ())), f"a list of {what}")
         for word in self.bad_words_token_ids or ():
-            holds = bool(word) and all(map(_is_int, word))
-            _require("bad_words_token_ids", holds, "a list of non-empty lists of integers")
+            filled = bool(word) and all(map(_is_int, word))
+            _require("bad_words_token_ids", filled, "a list of non-empty lists of integers")
 
     def _check_types(self) -> None:
         for name in ("n", "top_k", "min_tokens"):
