@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import pytest
 
+from tests.e2e.answers import prompt
 from tests.e2e.cluster import Api, ServiceProcess, cluster, until
-from tests.e2e.test_split import prompt
 from tests.tiny_models import make_tiny_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 
+from tests.e2e.answers import check_equal, check_side_by_side, of_every_sampling, prompt
 from tests.e2e.cluster import Api, ServiceProcess, cluster, until
-from tests.e2e.test_split import normal, prompt
 from tests.tiny_models import make_tiny_model
 
 pytestmark = pytest.mark.timeout(180)
@@ -66,37 +65,16 @@ def test_prefill_computes_the_whole_prompt_and_decode_reads_all_of_it(
     assert decode.prompt_tokens("local_compute") == 0
 
 
-@pytest.mark.parametrize(
-    "sampling",
-    [
-        {"temperature": 0},
-        {"temperature": 0.9, "top_p": 0.9, "seed": 11},
-        {"temperature": 1.0, "seed": 5, "frequency_penalty": 0.5, "presence_penalty": 0.2},
-    ],
-    ids=["greedy", "seeded", "penalties"],
-)
+@of_every_sampling
 @pytest.mark.parametrize("num_tokens", [5, 130])
 def test_the_answer_is_that_of_one_engine(
     services: Direct, num_tokens: int, sampling: dict[str, Any]
 ) -> None:
-    ids = prompt(num_tokens, salt=1000 + num_tokens)
-    fields = {**sampling, "max_tokens": 16, "logprobs": 2, "return_token_ids": True}
-    split = services.split.complete(ids, **fields)
-    whole = services.whole.complete(ids, **fields)
-    assert normal(split) == normal(whole)
-    ours, theirs = (a["choices"][0]["logprobs"]["token_logprobs"] for a in (split, whole))
-    assert ours == pytest.approx(theirs, abs=1e-4)
+    check_equal(services.split, services.whole, num_tokens, sampling)
 
 
 def test_requests_side_by_side_get_the_answers_they_get_alone(services: Direct) -> None:
-    def answer(number: int) -> str:
-        ids = prompt(1 + 9 * number, salt=2000 + number)
-        body = services.split.complete(ids, max_tokens=12, seed=number, ignore_eos=True)
-        return str(body["choices"][0]["text"])
-
-    with ThreadPoolExecutor(16) as pool:
-        together = list(pool.map(answer, range(16)))
-    assert together == [answer(number) for number in range(16)]
+    check_side_by_side(services.split)
     assert services.decode.prompt_tokens("local_compute") == 0
 
 

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import json
-import random
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.e2e.answers import check_equal, check_side_by_side, normal, of_every_sampling, prompt
 from tests.e2e.cluster import Api, Cluster, ServiceProcess, cluster, until
 from tests.tiny_models import make_tiny_model
 
@@ -50,11 +49,6 @@ def services(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         yield Split(made, store, prefill, decode, aggregated, split, whole)
 
 
-def prompt(num_tokens: int, salt: int) -> list[int]:
-    """Token ids; two salts have no prefix in common that could be cached."""
-    return random.Random(salt).choices(range(3, 200), k=num_tokens)
-
-
 @pytest.mark.parametrize("num_tokens", [1, 40, 64, 150])
 def test_prefill_computes_the_whole_prompt_and_decode_none_of_it(
     services: Split, num_tokens: int
@@ -77,44 +71,16 @@ def test_prefill_computes_the_whole_prompt_and_decode_none_of_it(
     assert decode.metric("diptych:kv_load_failures_total") == 0
 
 
-def normal(answer: dict[str, Any]) -> dict[str, Any]:
-    """What must be equal on every path; cached tokens depend on the path."""
-    usage = {k: v for k, v in answer["usage"].items() if k.endswith("_tokens")}
-    choice = {k: v for k, v in answer["choices"][0].items() if k != "logprobs"}
-    return {"usage": usage, "choice": choice}
-
-
-@pytest.mark.parametrize(
-    "sampling",
-    [
-        {"temperature": 0},
-        {"temperature": 0.9, "top_p": 0.9, "seed": 11},
-        {"temperature": 1.0, "seed": 5, "frequency_penalty": 0.5, "presence_penalty": 0.2},
-    ],
-    ids=["greedy", "seeded", "penalties"],
-)
+@of_every_sampling
 @pytest.mark.parametrize("num_tokens", [5, 130])
 def test_the_answer_is_that_of_one_engine(
     services: Split, num_tokens: int, sampling: dict[str, Any]
 ) -> None:
-    ids = prompt(num_tokens, salt=1000 + num_tokens)
-    fields = {**sampling, "max_tokens": 16, "logprobs": 2, "return_token_ids": True}
-    split = services.split.complete(ids, **fields)
-    whole = services.whole.complete(ids, **fields)
-    assert normal(split) == normal(whole)
-    ours, theirs = (a["choices"][0]["logprobs"]["token_logprobs"] for a in (split, whole))
-    assert ours == pytest.approx(theirs, abs=1e-4)
+    check_equal(services.split, services.whole, num_tokens, sampling)
 
 
 def test_requests_side_by_side_get_the_answers_they_get_alone(services: Split) -> None:
-    def answer(number: int) -> str:
-        ids = prompt(1 + 9 * number, salt=2000 + number)
-        body = services.split.complete(ids, max_tokens=12, seed=number, ignore_eos=True)
-        return str(body["choices"][0]["text"])
-
-    with ThreadPoolExecutor(16) as pool:
-        together = list(pool.map(answer, range(16)))
-    assert together == [answer(number) for number in range(16)]
+    check_side_by_side(services.split)
     assert services.decode.prompt_tokens("local_compute") == 0
 
 

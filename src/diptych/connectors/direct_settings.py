@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from diptych.connectors.settings import fields_of
 from diptych.connectors.transports.choose import TransportSettings
 from diptych.connectors.transports.tcp_wire import TlsFiles
 from diptych.errors import ConfigError
@@ -57,20 +58,13 @@ class DirectSettings:
         Raises:
             ConfigError: one has the wrong type, or makes no sense.
         """
-        values = {}
-        for field in dataclasses.fields(cls):
-            if field.name not in settings:
-                continue
-            value, kind = settings[field.name], type(field.default)
-            numeric = kind is float and isinstance(value, int) and not isinstance(value, bool)
-            if type(value) is not kind and not numeric:
-                raise ConfigError(f"{field.name} must be a {kind.__name__}, not {value!r}")
-            if kind is float and value <= 0:
-                raise ConfigError(f"{field.name} must be positive, not {value!r}")
-            values[field.name] = value
-        return cls(**values)
+        return cls(**fields_of(cls, settings))
 
     def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if type(field.default) is float and value <= 0:
+                raise ConfigError(f"{field.name} must be positive, not {value!r}")
         files = (self.tls_certificate, self.tls_key, self.tls_authority)
         if any(files) and not all(files):
             raise ConfigError("tls_certificate, tls_key and tls_authority come together")

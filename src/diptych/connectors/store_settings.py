@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from diptych.config import RedisConfig
 from diptych.config_checks import check_one_of
+from diptych.connectors.settings import fields_of
 from diptych.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -49,16 +49,7 @@ class StoreSettings:
         Raises:
             ConfigError: one has the wrong type, or there is no place.
         """
-        values = {}
-        for field in dataclasses.fields(cls):
-            if field.name not in settings:
-                continue
-            value, kind = settings[field.name], type(field.default)
-            numeric = kind is float and isinstance(value, int) and not isinstance(value, bool)
-            if not isinstance(value, kind) and not numeric:
-                raise ConfigError(f"{field.name} must be a {kind.__name__}, not {value!r}")
-            values[field.name] = value
-        return cls(**values)
+        return cls(**fields_of(cls, settings))
 
     def open(self, *, timeout_s: float) -> StoreCluster:
         """A client of the store; it connects when it is used."""

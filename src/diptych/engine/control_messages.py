@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import msgspec
 
-from diptych.engine.core_messages import PREFIX_BYTES, frame_length, pack_frame
+from diptych.engine.core_messages import pack_frame
 from diptych.errors import EngineError
 
 
@@ -82,21 +82,3 @@ def decode_from_control(body: bytes | bytearray) -> FromControl:
         return _from_engine.decode(body)
     except msgspec.MsgspecError as error:
         raise EngineError(f"the engine sent what is no control frame: {error}") from None
-
-
-def take_frames(buffer: bytearray) -> list[bytes]:
-    """The bodies that have come whole, taken off the buffer.
-
-    Raises:
-        EngineError: a length is over the limit.
-    """
-    bodies, start = [], 0
-    while len(buffer) - start >= PREFIX_BYTES:
-        body = start + PREFIX_BYTES
-        end = body + frame_length(buffer[start:body])
-        if len(buffer) < end:
-            break
-        bodies.append(bytes(buffer[body:end]))
-        start = end
-    del buffer[:start]
-    return bodies

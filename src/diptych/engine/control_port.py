@@ -11,8 +11,8 @@ from diptych.engine.control_messages import (
     ToControl,
     decode_to_control,
     encode_control,
-    take_frames,
 )
+from diptych.engine.core_messages import take_frames
 
 _log = logging.getLogger(__name__)
 

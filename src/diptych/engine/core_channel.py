@@ -6,12 +6,11 @@ import select
 import socket
 
 from diptych.engine.core_messages import (
-    PREFIX_BYTES,
     FromEngine,
     ToEngine,
     decode_to_engine,
     encode_frame,
-    frame_length,
+    take_frames,
 )
 
 _READ_BYTES = 1 << 20
@@ -43,7 +42,7 @@ class CoreChannel:
         timeout_ms = None if timeout_s is None else int(timeout_s * 1000)
         if self._poll.poll(timeout_ms):
             self._read()
-        return self._take_messages()
+        return [decode_to_engine(body) for body in take_frames(self._buffer)]
 
     def send(self, message: FromEngine) -> None:
         """Send one frame.
@@ -67,16 +66,3 @@ class CoreChannel:
         if not read:
             raise EOFError("the service process is gone")
         self._buffer += read
-
-    def _take_messages(self) -> list[ToEngine]:
-        messages: list[ToEngine] = []
-        start = 0
-        while len(self._buffer) - start >= PREFIX_BYTES:
-            body = start + PREFIX_BYTES
-            end = body + frame_length(self._buffer[start:body])
-            if len(self._buffer) < end:
-                break
-            messages.append(decode_to_engine(self._buffer[body:end]))
-            start = end
-        del self._buffer[:start]
-        return messages

@@ -98,6 +98,25 @@ def frame_length(prefix: bytes | bytearray) -> int:
     return int(length)
 
 
+def take_frames(buffer: bytearray) -> list[bytearray]:
+    """The bodies that have come whole, taken off the buffer.
+
+    Raises:
+        EngineError: a length is over the limit.
+    """
+    bodies: list[bytearray] = []
+    start = 0
+    while len(buffer) - start >= PREFIX_BYTES:
+        body = start + PREFIX_BYTES
+        end = body + frame_length(buffer[start:body])
+        if len(buffer) < end:
+            break
+        bodies.append(buffer[body:end])
+        start = end
+    del buffer[:start]
+    return bodies
+
+
 def decode_to_engine(body: bytes | bytearray | memoryview) -> ToEngine:
     return _to_engine.decode(body)
 

@@ -38,6 +38,7 @@ from diptych.errors import (
 )
 from diptych.proto import worker_pb2, worker_pb2_grpc
 from diptych.rpc import PROTOCOL_VERSION, open_channel
+from diptych.worker.tasks import until_first_ends
 
 logger = logging.getLogger(__name__)
 
@@ -183,21 +184,11 @@ class PeerStreams:
         """Both ways of one stream until either ends, or another stream of the peer replaces it."""
         peer = self._join(hello)
         ended = peer.ended
-        tasks = [
-            asyncio.create_task(self._read(peer, frames)),
-            asyncio.create_task(_write(peer, call)),
-            asyncio.create_task(_wait(ended)),
-        ]
         try:
-            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            await until_first_ends(self._read(peer, frames), _write(peer, call), _wait(ended))
         finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
             if not ended.is_set():
                 self._left(peer)
-        for task in done:
-            task.result()
 
     async def _read(self, peer: _Peer, frames: AsyncIterator[worker_pb2.HandoffFrame]) -> None:
         async for frame in frames:

@@ -30,6 +30,7 @@ from diptych.worker.parse import ModelLimits, parse_submit
 from diptych.worker.peers import PeerStreams, PeerTimes
 from diptych.worker.requests import Owned, RequestTable
 from diptych.worker.streams import StreamHub
+from diptych.worker.tasks import until_first_ends
 
 logger = logging.getLogger(__name__)
 
@@ -123,18 +124,9 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
     ) -> None:
         """Frames out, acks and cancels in, until either side ends it."""
         hello = _checked_hello(await anext(aiter(request_iterator), None))
-        both = [
-            asyncio.create_task(self._write(hello, context)),
-            asyncio.create_task(self._read(hello.router_incarnation, request_iterator)),
-        ]
-        try:
-            done, _ = await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for task in both:
-                task.cancel()
-            await asyncio.gather(*both, return_exceptions=True)
-        for task in done:
-            task.result()
+        await until_first_ends(
+            self._write(hello, context), self._read(hello.router_incarnation, request_iterator)
+        )
 
     async def Handoff(
         self, request_iterator: AsyncIterator[worker_pb2.HandoffFrame], context: Any

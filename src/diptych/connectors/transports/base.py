@@ -254,6 +254,14 @@ class ReadHandle:
         """Whether its target memory is written no more."""
         return self.state in (ReadState.DONE, ReadState.FAILED)
 
+    def admit(self, runs: Runs, src_bytes: int, dst_bytes: int) -> bool:
+        """Whether every run is positive and inside both regions; else the read is REFUSED."""
+        try:
+            runs.check(src_bytes, dst_bytes)
+        except TransferError as error:
+            self.fail(ReadFailure.REFUSED, error.message)
+        return not self.ended
+
     def fail(self, failure: ReadFailure, detail: str = "", *, quarantine: bool = False) -> None:
         """Note the first failure; later ones only lift the quarantine."""
         if self.ended:

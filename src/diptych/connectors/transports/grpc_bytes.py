@@ -30,7 +30,7 @@ from diptych.connectors.transports.base import (
     Transport,
 )
 from diptych.connectors.transports.grpc_server import TOKEN_KEY, GrpcServer
-from diptych.connectors.transports.tcp_wire import TOKEN_BYTES, TlsFiles
+from diptych.connectors.transports.tcp_wire import TOKEN_BYTES, TlsFiles, check_tls, tls_mark
 from diptych.errors import TransferError
 from diptych.proto import transfer_pb2, transfer_pb2_grpc
 from diptych.rpc import CHANNEL_OPTIONS
@@ -115,15 +115,14 @@ class GrpcTransport(Transport):
         address = reachable_address(
             self._advertised_host or self._host, self._server.port, None, self._directory_url
         )
-        kind = b"tls" if self._tls else b""
-        return Offer(transport=self.name, address=address, token=self._token, payload=kind)
+        mark = tls_mark(self._tls)
+        return Offer(transport=self.name, address=address, token=self._token, payload=mark)
 
     def connect(self, endpoint: Endpoint) -> GrpcPeer:
         offer = endpoint.offer(self.name)
         if offer is None:
             raise TransferError("the peer does not serve gRPC")
-        if (offer.payload == b"tls") is not (self._tls is not None):
-            raise TransferError("one side transfers with TLS, the other without")
+        check_tls(offer, self._tls)
         if self._tls is None:
             channel = grpc.insecure_channel(offer.address, options=CHANNEL_OPTIONS)
         else:
@@ -145,10 +144,7 @@ class GrpcTransport(Transport):
         handle.lock, handle.over = threading.Lock(), False
         handle.call, handle.outcome = None, None
         memory = self._regions[into]
-        try:
-            runs.check(peer.region_bytes(region), memory.num_bytes)
-        except TransferError as error:
-            handle.fail(ReadFailure.REFUSED, error.message)
+        if not handle.admit(runs, peer.region_bytes(region), memory.num_bytes):
             return handle
         if peer.gone:
             handle.fail(ReadFailure.PEER_GONE)

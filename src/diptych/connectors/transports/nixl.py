@@ -143,10 +143,7 @@ class NixlTransport(Transport):
         handle = _NixlRead(peer, runs.num_bytes, len(runs), deadline_s)
         handle.transfer, handle.posted_s, handle.failed_s = None, time.monotonic(), 0.0
         theirs, ours = peer.regions.get(region), self._regions[into]
-        try:
-            runs.check(0 if theirs is None else theirs.num_bytes, ours.num_bytes)
-        except TransferError as error:
-            handle.fail(ReadFailure.REFUSED, error.message)
+        if not handle.admit(runs, 0 if theirs is None else theirs.num_bytes, ours.num_bytes):
             return handle
         if peer.gone or theirs is None or self._lists is None:
             handle.fail(ReadFailure.PEER_GONE)

@@ -120,10 +120,7 @@ class ShmTransport(Transport):
         handle = _ShmRead(peer, runs.num_bytes, len(runs), deadline_s)
         handle.region, handle.runs, handle.at = region, runs.split(_SLICE_BYTES), 0
         handle.into = self._regions[into]
-        try:
-            runs.check(peer.region_bytes(region), handle.into.num_bytes)
-        except TransferError as error:
-            handle.fail(ReadFailure.REFUSED, error.message)
+        if not handle.admit(runs, peer.region_bytes(region), handle.into.num_bytes):
             return handle
         if peer.gone:
             handle.fail(ReadFailure.PEER_GONE)

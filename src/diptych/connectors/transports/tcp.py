@@ -41,6 +41,8 @@ from diptych.connectors.transports.tcp_wire import (
     TlsWire,
     Wire,
     advance,
+    check_tls,
+    tls_mark,
 )
 from diptych.errors import TransferError
 
@@ -72,6 +74,7 @@ class TcpTransport(Transport):
     ) -> None:
         self._host, self._port = host, port
         self._advertised_host, self._directory_url = advertised_host, directory_url
+        self._tls = tls
         self._server_tls = tls.server_context() if tls else None
         self._client_tls = tls.client_context() if tls else None
         self._server_name = tls.server_name if tls else None
@@ -98,15 +101,14 @@ class TcpTransport(Transport):
         address = reachable_address(
             self._advertised_host or self._host, self._server.port, None, self._directory_url
         )
-        kind = b"tls" if self._server_tls else b""
-        return Offer(transport=self.name, address=address, token=self._token, payload=kind)
+        mark = tls_mark(self._tls)
+        return Offer(transport=self.name, address=address, token=self._token, payload=mark)
 
     def connect(self, endpoint: Endpoint) -> TcpPeer:
         offer = endpoint.offer(self.name)
         if offer is None:
             raise TransferError("the peer does not serve TCP")
-        if (offer.payload == b"tls") is not (self._client_tls is not None):
-            raise TransferError("one side transfers with TLS, the other without")
+        check_tls(offer, self._tls)
         peer = TcpPeer(endpoint, self._stall_s)
         host, _, port = offer.address.rpartition(":")
         try:
@@ -129,10 +131,7 @@ class TcpTransport(Transport):
         assert isinstance(peer, TcpPeer)
         handle = ReadHandle(peer, runs.num_bytes, len(runs), deadline_s)
         memory = self._regions[into]
-        try:
-            runs.check(peer.region_bytes(region), memory.num_bytes)
-        except TransferError as error:
-            handle.fail(ReadFailure.REFUSED, error.message)
+        if not handle.admit(runs, peer.region_bytes(region), memory.num_bytes):
             return handle
         if peer.gone:
             handle.fail(ReadFailure.PEER_GONE, peer.why)

@@ -19,7 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from diptych.errors import ConfigError
+from diptych.connectors.transports.base import Offer
+from diptych.errors import ConfigError, TransferError
 
 MAGIC = b"DKT1"
 TOKEN_BYTES = 32
@@ -34,6 +35,20 @@ OK = 0
 REFUSED = 1
 # how many buffers one system call takes; well under the kernel's 1024
 IOV = 64
+
+
+def tls_mark(tls: TlsFiles | None) -> bytes:
+    """What an offer says of its encryption."""
+    return b"tls" if tls else b""
+
+
+def check_tls(offer: Offer, tls: TlsFiles | None) -> None:
+    """
+    Raises:
+        TransferError: one side encrypts, the other does not.
+    """
+    if offer.payload != tls_mark(tls):
+        raise TransferError("one side transfers with TLS, the other without")
 
 
 class Wire(Protocol):
