@@ -73,10 +73,13 @@ class Relay:
     """Carries control messages; as badly as it is told."""
 
     def __init__(self, seed: int | None = None) -> None:
-        """With a seed a third is lost, a third comes twice, and all comes late, in any order."""
+        """With a seed a third is lost, a third comes twice, and all comes late, in any order.
+
+        What has all parts of `loses` in it never arrives.
+        """
         self._random = None if seed is None else random.Random(seed)
         self.cut = False
-        self.loses: bytes | None = None
+        self.loses: tuple[bytes, ...] = ()
 
     async def carry(self, source: Worker, target: Worker) -> None:
         async with asyncio.TaskGroup() as late:
@@ -89,7 +92,7 @@ class Relay:
                     late.create_task(self._deliver(source, target, message.body, delay_s))
 
     def _fate(self, body: bytes) -> list[float]:
-        if self.cut or (self.loses is not None and self.loses in body):
+        if self.cut or (self.loses and all(part in body for part in self.loses)):
             return []
         if self._random is None:
             return [0.0]

@@ -183,13 +183,15 @@ async def test_decode_waits_for_room_but_not_for_ever(model: Path, alone: list[i
     decode = {"num_kv_blocks": 32, "reserve_s": 0.3}
     async with running_pair(model, decode=decode) as pair:
         # one that has all its blocks, and waits for the end of its prompt
-        pair.relay.loses = b"COMMIT"
-        await pair.submit("full", PROMPT * 2, **SAMPLING)
+        pair.relay.loses = (b"COMMIT", b"full")
+        await pair.submit_decode("full", PROMPT * 2, **SAMPLING)
+        await pair.decode.until(lambda: pair.decode.client.stats.num_waiting)
+        await pair.submit_prefill("full", PROMPT * 2, **SAMPLING)
         await pair.decode.until(lambda: pair.decode.num_free < 32)
         await pair.submit("late", PROMPT[::-1] * 2, **SAMPLING)
         await pair.decode.ended("late")
         assert "no room" in pair.decode.failures["late"]
-        pair.relay.loses = None
+        pair.relay.loses = ()
         await pair.decode.client.abort(["full"])
         await pair.prefill.client.abort(["full", "late"])
         await pair.ended("full")
