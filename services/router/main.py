@@ -40,6 +40,7 @@ from diptych.services.router.served import Served
 from diptych.services.router.ways import Auto, Direct
 from diptych.services.router.worker_link import LinkTimes, WorkerLink
 from diptych.text.chat_template import ChatTemplate
+from diptych.text.no_tokenizer import NoTokenizer
 from diptych.text.processor import Processor
 from diptych.text.tokenizer import Tokenizer
 
@@ -252,12 +253,20 @@ def _load_processor(engine: EngineConfig, clock: Clock) -> Processor:
     model_config = ModelConfig.from_directory(path)
     return Processor(
         model_config,
-        Tokenizer.from_directory(path),
+        _load_tokenizer(engine, path),
         ChatTemplate.from_directory(path, clock),
         max_model_len=engine.max_model_len or model_config.max_position,
         max_logprobs=engine.max_logprobs,
         rng=clock.random(),
     )
+
+
+def _load_tokenizer(engine: EngineConfig, path: Path) -> Tokenizer:
+    """The model's. One of random weights may have none: it is served by token ids only."""
+    if engine.load_format == "dummy" and not (path / "tokenizer.json").exists():
+        logger.warning("there is no tokenizer: prompts must be token ids, and answers have no text")
+        return NoTokenizer()
+    return Tokenizer.from_directory(path)
 
 
 @asynccontextmanager
