@@ -25,6 +25,7 @@ _BENCHES = {
     "prefix": "first token of a prompt whose prefix only the store has",
     "transport": "each transport between two processes, against a copy",
     "up": "start-up, memory and first token of the whole system",
+    "serve": "load on an OpenAI endpoint: latencies, throughput, goodput",
 }
 
 

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,6 +21,7 @@ from diptych.bench.offline import (
     say,
 )
 from diptych.bench.roofline import Roofline
+from diptych.bench.sharegpt import first_turns, usual_lengths
 from diptych.errors import ConfigError
 from diptych.sampling_params import SamplingParams
 
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from diptych.engine.llm import LLM
 
 DEFAULT_OUTPUT_LEN = 128
-MIN_LEN, MAX_PROMPT_LEN, MAX_TOTAL_LEN = 4, 1024, 2048
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,36 +151,17 @@ def _samples(args: argparse.Namespace, llm: LLM) -> list[Sample]:
         return [Sample(p["prompt_token_ids"], output_len) for p in prompts]
     if args.dataset_path is None:
         raise ConfigError("--dataset-name sharegpt needs --dataset-path")
-    turns = list(_first_turns(args.dataset_path))
+    turns = list(first_turns(args.dataset_path))
     rng.shuffle(turns)
     samples: list[Sample] = []
     for prompt, answer in turns:
         if len(samples) == args.num_prompts:
             break
-        sample = _sharegpt_sample(llm, prompt, answer, args.output_len)
-        if sample is not None:
-            samples.append(sample)
+        found = usual_lengths(
+            llm.get_tokenizer(), prompt, answer, args.output_len, llm.max_model_len
+        )
+        if found is not None:
+            samples.append(Sample(*found))
     if not samples:
         raise ConfigError(f"{args.dataset_path} has no conversation of a fitting length")
     return samples
-
-
-def _first_turns(path: Path) -> Iterator[tuple[str, str]]:
-    """First question and answer of each conversation."""
-    try:
-        conversations = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}") from error
-    for entry in conversations:
-        turns = entry.get("conversations", entry.get("conversation", []))
-        if len(turns) >= 2:
-            yield turns[0]["value"], turns[1]["value"]
-
-
-def _sharegpt_sample(llm: LLM, prompt: str, answer: str, output_len: int | None) -> Sample | None:
-    """The sample, unless its lengths are outside what is usual."""
-    tokenizer = llm.get_tokenizer()
-    ids = tokenizer.encode(prompt)
-    length = output_len or len(tokenizer.encode(answer, add_special_tokens=False))
-    fits = len(ids) <= MAX_PROMPT_LEN and len(ids) + length <= min(MAX_TOTAL_LEN, llm.max_model_len)
-    return Sample(ids, length) if min(len(ids), length) >= MIN_LEN and fits else None

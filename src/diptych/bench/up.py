@@ -6,9 +6,7 @@ import argparse
 import contextlib
 import json
 import os
-import signal
 import statistics
-import subprocess
 import sys
 import threading
 import time
@@ -16,9 +14,8 @@ import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from diptych.bench.deployment import Deployment
 from diptych.bench.report import write_result
-from diptych.errors import UnavailableError
-from diptych.launcher.child import free_ports
 from diptych.launcher.plan import Machine
 
 _POLL_S = 0.1
@@ -38,27 +35,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Start `diptych up`, load it, stop it, report."""
-    [port] = free_ports(1)
-    command = [sys.executable, "-P", "-m", "diptych.cli", "up", "--model", args.model]
-    started = time.monotonic()
-    process = subprocess.Popen([*command, "--port", str(port)], stdout=subprocess.DEVNULL)
-    memory = _MemoryWatch(process.pid)
-    try:
-        url = f"http://127.0.0.1:{port}"
-        _wait_ready(process, url, args.ready_timeout)
-        ready_s = time.monotonic() - started
-        idle_bytes = memory.now()
-        first_tokens = _load(url, args)
-    finally:
-        process.send_signal(signal.SIGTERM)
-        code = process.wait(timeout=60)
-        peak_bytes = memory.stop()
+    with Deployment("up", ["--model", args.model]) as deployment:
+        memory = _MemoryWatch(deployment.pid)
+        try:
+            deployment.wait_ready(args.ready_timeout)
+            idle_bytes = memory.now()
+            first_tokens = _load(deployment.url, args)
+        finally:
+            peak_bytes = memory.stop()
     figures = {
-        "ready_s": round(ready_s, 2),
+        "ready_s": round(deployment.ready_s, 2),
         "pss_idle_bytes": idle_bytes,
         "pss_peak_bytes": peak_bytes,
         "ttft_median_s": round(statistics.median(first_tokens), 4),
-        "exit_code": code,
+        "exit_code": deployment.exit_code,
         "settings": {k: v for k, v in vars(args).items() if isinstance(v, int | float | str)},
     }
     for name in ("ready_s", "ttft_median_s"):
@@ -116,17 +106,6 @@ def _descendants(pid: int) -> list[int]:
         found += below
         queue += below
     return found
-
-
-def _wait_ready(process: subprocess.Popen[bytes], url: str, timeout_s: float) -> None:
-    deadline = time.monotonic() + timeout_s
-    while time.monotonic() < deadline:
-        if process.poll() is not None:
-            raise UnavailableError(f"diptych up ended with code {process.returncode}")
-        with contextlib.suppress(OSError), urllib.request.urlopen(url + "/readyz", timeout=2):
-            return
-        time.sleep(_POLL_S)
-    raise UnavailableError(f"not ready after {timeout_s:.0f} s")
 
 
 def _load(url: str, args: argparse.Namespace) -> list[float]:
