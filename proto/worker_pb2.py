@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from diptych.proto import common_pb2 as diptych_dot_proto_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1a\x64iptych/proto/worker.proto\x12\ndiptych.v1\x1a\x1a\x64iptych/proto/common.proto\"F\n\x0bHandoffPeer\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\"R\n\x0cHandoffFrame\x12)\n\x05hello\x18\x01 \x01(\x0b\x32\x18.diptych.v1.HandoffHelloH\x00\x12\x0e\n\x04\x62ody\x18\x02 \x01(\x0cH\x00\x42\x07\n\x05\x66rame\"\x98\x01\n\x0cHandoffHello\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x14\n\x0ckv_namespace\x18\x03 \x01(\t\x12\x18\n\x10protocol_version\x18\x04 \x01(\r\x12\r\n\x05\x63\x61rds\x18\x05 \x01(\x0c\x12\x0e\n\x06key_id\x18\x06 \x01(\t\x12\x11\n\tsignature\x18\x07 \x01(\x0c\"\x10\n\x0eGetInfoRequest\"\xb3\x02\n\nWorkerInfo\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x1e\n\x04role\x18\x03 \x01(\x0e\x32\x10.diptych.v1.Role\x12\r\n\x05model\x18\x04 \x01(\t\x12\x14\n\x0ckv_namespace\x18\x05 \x01(\t\x12\x18\n\x10protocol_version\x18\x06 \x01(\r\x12\x15\n\rmax_model_len\x18\x07 \x01(\r\x12$\n\x04load\x18\x08 \x01(\x0b\x32\x16.diptych.v1.WorkerLoad\x12\x10\n\x08\x64raining\x18\t \x01(\x08\x12\x0f\n\x07\x61\x64\x64ress\x18\n \x01(\t\x12\x0e\n\x06\x64irect\x18\x0b \x01(\x08\x12.\n\rhandoff_links\x18\x0c \x03(\x0b\x32\x17.diptych.v1.HandoffLink\"G\n\x0bHandoffLink\x12\x13\n\x0bincarnation\x18\x01 \x01(\t\x12\x11\n\ttransport\x18\x02 \x01(\t\x12\x10\n\x08gb_per_s\x18\x03 \x01(\x01\"{\n\nWorkerLoad\x12\x13\n\x0bnum_running\x18\x01 \x01(\r\x12\x13\n\x0bnum_waiting\x18\x02 \x01(\r\x12\x1a\n\x12num_pending_tokens\x18\x03 \x01(\x04\x12\x10\n\x08kv_usage\x18\x04 \x01(\x01\x12\x15\n\rnum_kv_blocks\x18\x05 \x01(\r\"\xc2\x01\n\x06Ticket\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x1a\n\x12router_incarnation\x18\x02 \x01(\t\x12\x1b\n\x13prefill_incarnation\x18\x03 \x01(\t\x12\x1a\n\x12\x64\x65\x63ode_incarnation\x18\x04 \x01(\t\x12\r\n\x05\x65poch\x18\x05 \x01(\r\x12\r\n\x05nonce\x18\x06 \x01(\x04\x12\x0e\n\x06ttl_ms\x18\x07 \x01(\r\x12\x0e\n\x06key_id\x18\x08 \x01(\t\x12\x11\n\tsignature\x18\t \x01(\x0c\"\xb8\x03\n\rSubmitRequest\x12\"\n\x06ticket\x18\x01 \x01(\x0b\x32\x12.diptych.v1.Ticket\x12\x18\n\x10prompt_token_ids\x18\x02 \x03(\r\x12\x18\n\x10output_token_ids\x18\x03 \x03(\r\x12,\n\x08sampling\x18\x04 \x01(\x0b\x32\x1a.diptych.v1.SamplingParams\x12\x15\n\reos_token_ids\x18\x05 \x03(\r\x12\x10\n\x08priority\x18\x06 \x01(\x05\x12\x17\n\ncache_salt\x18\x07 \x01(\tH\x00\x88\x01\x01\x12\x13\n\x0bhandoff_out\x18\x08 \x01(\x08\x12-\n\nhandoff_in\x18\t \x01(\x0b\x32\x14.diptych.v1.KvCommitH\x01\x88\x01\x01\x12\x18\n\x0btraceparent\x18\n \x01(\tH\x02\x88\x01\x01\x12\x0e\n\x06tenant\x18\x0b \x01(\t\x12\x32\n\x0chandoff_peer\x18\x0c \x01(\x0b\x32\x17.diptych.v1.HandoffPeerH\x03\x88\x01\x01\x42\r\n\x0b_cache_saltB\r\n\x0b_handoff_inB\x0e\n\x0c_traceparentB\x0f\n\r_handoff_peer\"6\n\x0eSubmitResponse\x12$\n\x04load\x18\x01 \x01(\x0b\x32\x16.diptych.v1.WorkerLoad\"d\n\x08KvObject\x12\x0b\n\x03key\x18\x01 \x01(\x0c\x12\x13\n\x0bstart_token\x18\x02 \x01(\r\x12\x11\n\tend_token\x18\x03 \x01(\r\x12\x10\n\x08\x63hecksum\x18\x04 \x01(\x06\x12\x11\n\tnum_bytes\x18\x05 \x01(\x04\"\x98\x01\n\x08KvCommit\x12\r\n\x05\x65poch\x18\x01 \x01(\r\x12\x14\n\x0ckv_namespace\x18\x02 \x01(\t\x12\x12\n\nnum_tokens\x18\x03 \x01(\r\x12%\n\x07objects\x18\x04 \x03(\x0b\x32\x14.diptych.v1.KvObject\x12\x11\n\tconnector\x18\x05 \x01(\t\x12\x19\n\x11num_cached_tokens\x18\x06 \x01(\r\"\xb7\x01\n\rRouterMessage\x12\"\n\x05hello\x18\x01 \x01(\x0b\x32\x11.diptych.v1.HelloH\x00\x12\x1e\n\x03\x61\x63k\x18\x02 \x01(\x0b\x32\x0f.diptych.v1.AckH\x00\x12$\n\x06\x63\x61ncel\x18\x03 \x01(\x0b\x32\x12.diptych.v1.CancelH\x00\x12\x31\n\rhandoff_peers\x18\x04 \x01(\x0b\x32\x18.diptych.v1.HandoffPeersH\x00\x42\t\n\x07message\"6\n\x0cHandoffPeers\x12&\n\x05peers\x18\x01 \x03(\x0b\x32\x17.diptych.v1.HandoffPeer\"p\n\x05Hello\x12\x1a\n\x12router_incarnation\x18\x01 \x01(\t\x12\x18\n\x10protocol_version\x18\x02 \x01(\r\x12\x1a\n\x12worker_incarnation\x18\x03 \x01(\t\x12\x15\n\rlast_sequence\x18\x04 \x01(\x04\"\x17\n\x03\x41\x63k\x12\x10\n\x08sequence\x18\x01 \x01(\x04\"-\n\x06\x43\x61ncel\x12\x13\n\x0brequest_ids\x18\x01 \x03(\t\x12\x0e\n\x06\x65pochs\x18\x02 \x03(\r\"\xdb\x02\n\x0bWorkerFrame\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x13\n\x0brequest_ids\x18\x03 \x03(\t\x12\x0e\n\x06\x65pochs\x18\x04 \x03(\r\x12\x17\n\x0f\x66irst_positions\x18\x05 \x03(\r\x12\x14\n\x0ctoken_counts\x18\x06 \x03(\r\x12\x11\n\ttoken_ids\x18\x07 \x03(\r\x12\x30\n\x0e\x66inish_reasons\x18\x08 \x03(\x0e\x32\x18.diptych.v1.FinishReason\x12\x16\n\x0estop_token_ids\x18\t \x03(\x12\x12\x19\n\x11num_cached_tokens\x18\n \x03(\r\x12&\n\x06\x65xtras\x18\x0b \x03(\x0b\x32\x16.diptych.v1.EntryExtra\x12$\n\x04load\x18\x0c \x01(\x0b\x32\x16.diptych.v1.WorkerLoad\x12\x0b\n\x03gap\x18\r \x01(\x08\"\xf2\x01\n\nEntryExtra\x12\r\n\x05\x65ntry\x18\x01 \x01(\r\x12,\n\x08logprobs\x18\x02 \x01(\x0b\x32\x1a.diptych.v1.PackedLogprobs\x12\x33\n\x0fprompt_logprobs\x18\x03 \x01(\x0b\x32\x1a.diptych.v1.PackedLogprobs\x12$\n\x06\x63ommit\x18\x04 \x01(\x0b\x32\x14.diptych.v1.KvCommit\x12\x12\n\x05\x65rror\x18\x05 \x01(\tH\x00\x88\x01\x01\x12\x1b\n\x0ehandoff_failed\x18\x06 \x01(\tH\x01\x88\x01\x01\x42\x08\n\x06_errorB\x11\n\x0f_handoff_failed\"#\n\x0c\x44rainRequest\x12\x13\n\x0b\x64\x65\x61\x64line_ms\x18\x01 \x01(\r\"!\n\rDrainResponse\x12\x10\n\x08num_left\x18\x01 \x01(\r2\xcb\x02\n\x06Worker\x12=\n\x07GetInfo\x12\x1a.diptych.v1.GetInfoRequest\x1a\x16.diptych.v1.WorkerInfo\x12?\n\x06Submit\x12\x19.diptych.v1.SubmitRequest\x1a\x1a.diptych.v1.SubmitResponse\x12@\n\x06Stream\x12\x19.diptych.v1.RouterMessage\x1a\x17.diptych.v1.WorkerFrame(\x01\x30\x01\x12<\n\x05\x44rain\x12\x18.diptych.v1.DrainRequest\x1a\x19.diptych.v1.DrainResponse\x12\x41\n\x07Handoff\x12\x18.diptych.v1.HandoffFrame\x1a\x18.diptych.v1.HandoffFrame(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1a\x64iptych/proto/worker.proto\x12\ndiptych.v1\x1a\x1a\x64iptych/proto/common.proto\"F\n\x0bHandoffPeer\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\"R\n\x0cHandoffFrame\x12)\n\x05hello\x18\x01 \x01(\x0b\x32\x18.diptych.v1.HandoffHelloH\x00\x12\x0e\n\x04\x62ody\x18\x02 \x01(\x0cH\x00\x42\x07\n\x05\x66rame\"\x98\x01\n\x0cHandoffHello\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x14\n\x0ckv_namespace\x18\x03 \x01(\t\x12\x18\n\x10protocol_version\x18\x04 \x01(\r\x12\r\n\x05\x63\x61rds\x18\x05 \x01(\x0c\x12\x0e\n\x06key_id\x18\x06 \x01(\t\x12\x11\n\tsignature\x18\x07 \x01(\x0c\"\x10\n\x0eGetInfoRequest\"\xdf\x02\n\nWorkerInfo\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x1e\n\x04role\x18\x03 \x01(\x0e\x32\x10.diptych.v1.Role\x12\r\n\x05model\x18\x04 \x01(\t\x12\x14\n\x0ckv_namespace\x18\x05 \x01(\t\x12\x18\n\x10protocol_version\x18\x06 \x01(\r\x12\x15\n\rmax_model_len\x18\x07 \x01(\r\x12$\n\x04load\x18\x08 \x01(\x0b\x32\x16.diptych.v1.WorkerLoad\x12\x10\n\x08\x64raining\x18\t \x01(\x08\x12\x0f\n\x07\x61\x64\x64ress\x18\n \x01(\t\x12\x0e\n\x06\x64irect\x18\x0b \x01(\x08\x12.\n\rhandoff_links\x18\x0c \x03(\x0b\x32\x17.diptych.v1.HandoffLink\x12\x0e\n\x06stores\x18\r \x01(\x08\x12\x1a\n\x12kv_bytes_per_token\x18\x0e \x01(\x04\"G\n\x0bHandoffLink\x12\x13\n\x0bincarnation\x18\x01 \x01(\t\x12\x11\n\ttransport\x18\x02 \x01(\t\x12\x10\n\x08gb_per_s\x18\x03 \x01(\x01\"{\n\nWorkerLoad\x12\x13\n\x0bnum_running\x18\x01 \x01(\r\x12\x13\n\x0bnum_waiting\x18\x02 \x01(\r\x12\x1a\n\x12num_pending_tokens\x18\x03 \x01(\x04\x12\x10\n\x08kv_usage\x18\x04 \x01(\x01\x12\x15\n\rnum_kv_blocks\x18\x05 \x01(\r\"\xc2\x01\n\x06Ticket\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x1a\n\x12router_incarnation\x18\x02 \x01(\t\x12\x1b\n\x13prefill_incarnation\x18\x03 \x01(\t\x12\x1a\n\x12\x64\x65\x63ode_incarnation\x18\x04 \x01(\t\x12\r\n\x05\x65poch\x18\x05 \x01(\r\x12\r\n\x05nonce\x18\x06 \x01(\x04\x12\x0e\n\x06ttl_ms\x18\x07 \x01(\r\x12\x0e\n\x06key_id\x18\x08 \x01(\t\x12\x11\n\tsignature\x18\t \x01(\x0c\"\xb8\x03\n\rSubmitRequest\x12\"\n\x06ticket\x18\x01 \x01(\x0b\x32\x12.diptych.v1.Ticket\x12\x18\n\x10prompt_token_ids\x18\x02 \x03(\r\x12\x18\n\x10output_token_ids\x18\x03 \x03(\r\x12,\n\x08sampling\x18\x04 \x01(\x0b\x32\x1a.diptych.v1.SamplingParams\x12\x15\n\reos_token_ids\x18\x05 \x03(\r\x12\x10\n\x08priority\x18\x06 \x01(\x05\x12\x17\n\ncache_salt\x18\x07 \x01(\tH\x00\x88\x01\x01\x12\x13\n\x0bhandoff_out\x18\x08 \x01(\x08\x12-\n\nhandoff_in\x18\t \x01(\x0b\x32\x14.diptych.v1.KvCommitH\x01\x88\x01\x01\x12\x18\n\x0btraceparent\x18\n \x01(\tH\x02\x88\x01\x01\x12\x0e\n\x06tenant\x18\x0b \x01(\t\x12\x32\n\x0chandoff_peer\x18\x0c \x01(\x0b\x32\x17.diptych.v1.HandoffPeerH\x03\x88\x01\x01\x42\r\n\x0b_cache_saltB\r\n\x0b_handoff_inB\x0e\n\x0c_traceparentB\x0f\n\r_handoff_peer\"6\n\x0eSubmitResponse\x12$\n\x04load\x18\x01 \x01(\x0b\x32\x16.diptych.v1.WorkerLoad\"d\n\x08KvObject\x12\x0b\n\x03key\x18\x01 \x01(\x0c\x12\x13\n\x0bstart_token\x18\x02 \x01(\r\x12\x11\n\tend_token\x18\x03 \x01(\r\x12\x10\n\x08\x63hecksum\x18\x04 \x01(\x06\x12\x11\n\tnum_bytes\x18\x05 \x01(\x04\"\x98\x01\n\x08KvCommit\x12\r\n\x05\x65poch\x18\x01 \x01(\r\x12\x14\n\x0ckv_namespace\x18\x02 \x01(\t\x12\x12\n\nnum_tokens\x18\x03 \x01(\r\x12%\n\x07objects\x18\x04 \x03(\x0b\x32\x14.diptych.v1.KvObject\x12\x11\n\tconnector\x18\x05 \x01(\t\x12\x19\n\x11num_cached_tokens\x18\x06 \x01(\r\"\xb7\x01\n\rRouterMessage\x12\"\n\x05hello\x18\x01 \x01(\x0b\x32\x11.diptych.v1.HelloH\x00\x12\x1e\n\x03\x61\x63k\x18\x02 \x01(\x0b\x32\x0f.diptych.v1.AckH\x00\x12$\n\x06\x63\x61ncel\x18\x03 \x01(\x0b\x32\x12.diptych.v1.CancelH\x00\x12\x31\n\rhandoff_peers\x18\x04 \x01(\x0b\x32\x18.diptych.v1.HandoffPeersH\x00\x42\t\n\x07message\"6\n\x0cHandoffPeers\x12&\n\x05peers\x18\x01 \x03(\x0b\x32\x17.diptych.v1.HandoffPeer\"p\n\x05Hello\x12\x1a\n\x12router_incarnation\x18\x01 \x01(\t\x12\x18\n\x10protocol_version\x18\x02 \x01(\r\x12\x1a\n\x12worker_incarnation\x18\x03 \x01(\t\x12\x15\n\rlast_sequence\x18\x04 \x01(\x04\"\x17\n\x03\x41\x63k\x12\x10\n\x08sequence\x18\x01 \x01(\x04\"-\n\x06\x43\x61ncel\x12\x13\n\x0brequest_ids\x18\x01 \x03(\t\x12\x0e\n\x06\x65pochs\x18\x02 \x03(\r\"\xdb\x02\n\x0bWorkerFrame\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x13\n\x0brequest_ids\x18\x03 \x03(\t\x12\x0e\n\x06\x65pochs\x18\x04 \x03(\r\x12\x17\n\x0f\x66irst_positions\x18\x05 \x03(\r\x12\x14\n\x0ctoken_counts\x18\x06 \x03(\r\x12\x11\n\ttoken_ids\x18\x07 \x03(\r\x12\x30\n\x0e\x66inish_reasons\x18\x08 \x03(\x0e\x32\x18.diptych.v1.FinishReason\x12\x16\n\x0estop_token_ids\x18\t \x03(\x12\x12\x19\n\x11num_cached_tokens\x18\n \x03(\r\x12&\n\x06\x65xtras\x18\x0b \x03(\x0b\x32\x16.diptych.v1.EntryExtra\x12$\n\x04load\x18\x0c \x01(\x0b\x32\x16.diptych.v1.WorkerLoad\x12\x0b\n\x03gap\x18\r \x01(\x08\"\xf2\x01\n\nEntryExtra\x12\r\n\x05\x65ntry\x18\x01 \x01(\r\x12,\n\x08logprobs\x18\x02 \x01(\x0b\x32\x1a.diptych.v1.PackedLogprobs\x12\x33\n\x0fprompt_logprobs\x18\x03 \x01(\x0b\x32\x1a.diptych.v1.PackedLogprobs\x12$\n\x06\x63ommit\x18\x04 \x01(\x0b\x32\x14.diptych.v1.KvCommit\x12\x12\n\x05\x65rror\x18\x05 \x01(\tH\x00\x88\x01\x01\x12\x1b\n\x0ehandoff_failed\x18\x06 \x01(\tH\x01\x88\x01\x01\x42\x08\n\x06_errorB\x11\n\x0f_handoff_failed\"#\n\x0c\x44rainRequest\x12\x13\n\x0b\x64\x65\x61\x64line_ms\x18\x01 \x01(\r\"!\n\rDrainResponse\x12\x10\n\x08num_left\x18\x01 \x01(\r2\xcb\x02\n\x06Worker\x12=\n\x07GetInfo\x12\x1a.diptych.v1.GetInfoRequest\x1a\x16.diptych.v1.WorkerInfo\x12?\n\x06Submit\x12\x19.diptych.v1.SubmitRequest\x1a\x1a.diptych.v1.SubmitResponse\x12@\n\x06Stream\x12\x19.diptych.v1.RouterMessage\x1a\x17.diptych.v1.WorkerFrame(\x01\x30\x01\x12<\n\x05\x44rain\x12\x18.diptych.v1.DrainRequest\x1a\x19.diptych.v1.DrainResponse\x12\x41\n\x07Handoff\x12\x18.diptych.v1.HandoffFrame\x1a\x18.diptych.v1.HandoffFrame(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -41,39 +41,39 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GETINFOREQUEST']._serialized_start=381
   _globals['_GETINFOREQUEST']._serialized_end=397
   _globals['_WORKERINFO']._serialized_start=400
-  _globals['_WORKERINFO']._serialized_end=707
-  _globals['_HANDOFFLINK']._serialized_start=709
-  _globals['_HANDOFFLINK']._serialized_end=780
-  _globals['_WORKERLOAD']._serialized_start=782
-  _globals['_WORKERLOAD']._serialized_end=905
-  _globals['_TICKET']._serialized_start=908
-  _globals['_TICKET']._serialized_end=1102
-  _globals['_SUBMITREQUEST']._serialized_start=1105
-  _globals['_SUBMITREQUEST']._serialized_end=1545
-  _globals['_SUBMITRESPONSE']._serialized_start=1547
-  _globals['_SUBMITRESPONSE']._serialized_end=1601
-  _globals['_KVOBJECT']._serialized_start=1603
-  _globals['_KVOBJECT']._serialized_end=1703
-  _globals['_KVCOMMIT']._serialized_start=1706
-  _globals['_KVCOMMIT']._serialized_end=1858
-  _globals['_ROUTERMESSAGE']._serialized_start=1861
-  _globals['_ROUTERMESSAGE']._serialized_end=2044
-  _globals['_HANDOFFPEERS']._serialized_start=2046
-  _globals['_HANDOFFPEERS']._serialized_end=2100
-  _globals['_HELLO']._serialized_start=2102
-  _globals['_HELLO']._serialized_end=2214
-  _globals['_ACK']._serialized_start=2216
-  _globals['_ACK']._serialized_end=2239
-  _globals['_CANCEL']._serialized_start=2241
-  _globals['_CANCEL']._serialized_end=2286
-  _globals['_WORKERFRAME']._serialized_start=2289
-  _globals['_WORKERFRAME']._serialized_end=2636
-  _globals['_ENTRYEXTRA']._serialized_start=2639
-  _globals['_ENTRYEXTRA']._serialized_end=2881
-  _globals['_DRAINREQUEST']._serialized_start=2883
-  _globals['_DRAINREQUEST']._serialized_end=2918
-  _globals['_DRAINRESPONSE']._serialized_start=2920
-  _globals['_DRAINRESPONSE']._serialized_end=2953
-  _globals['_WORKER']._serialized_start=2956
-  _globals['_WORKER']._serialized_end=3287
+  _globals['_WORKERINFO']._serialized_end=751
+  _globals['_HANDOFFLINK']._serialized_start=753
+  _globals['_HANDOFFLINK']._serialized_end=824
+  _globals['_WORKERLOAD']._serialized_start=826
+  _globals['_WORKERLOAD']._serialized_end=949
+  _globals['_TICKET']._serialized_start=952
+  _globals['_TICKET']._serialized_end=1146
+  _globals['_SUBMITREQUEST']._serialized_start=1149
+  _globals['_SUBMITREQUEST']._serialized_end=1589
+  _globals['_SUBMITRESPONSE']._serialized_start=1591
+  _globals['_SUBMITRESPONSE']._serialized_end=1645
+  _globals['_KVOBJECT']._serialized_start=1647
+  _globals['_KVOBJECT']._serialized_end=1747
+  _globals['_KVCOMMIT']._serialized_start=1750
+  _globals['_KVCOMMIT']._serialized_end=1902
+  _globals['_ROUTERMESSAGE']._serialized_start=1905
+  _globals['_ROUTERMESSAGE']._serialized_end=2088
+  _globals['_HANDOFFPEERS']._serialized_start=2090
+  _globals['_HANDOFFPEERS']._serialized_end=2144
+  _globals['_HELLO']._serialized_start=2146
+  _globals['_HELLO']._serialized_end=2258
+  _globals['_ACK']._serialized_start=2260
+  _globals['_ACK']._serialized_end=2283
+  _globals['_CANCEL']._serialized_start=2285
+  _globals['_CANCEL']._serialized_end=2330
+  _globals['_WORKERFRAME']._serialized_start=2333
+  _globals['_WORKERFRAME']._serialized_end=2680
+  _globals['_ENTRYEXTRA']._serialized_start=2683
+  _globals['_ENTRYEXTRA']._serialized_end=2925
+  _globals['_DRAINREQUEST']._serialized_start=2927
+  _globals['_DRAINREQUEST']._serialized_end=2962
+  _globals['_DRAINRESPONSE']._serialized_start=2964
+  _globals['_DRAINRESPONSE']._serialized_end=2997
+  _globals['_WORKER']._serialized_start=3000
+  _globals['_WORKER']._serialized_end=3331
 # @@protoc_insertion_point(module_scope)

@@ -48,7 +48,7 @@ class GetInfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class WorkerInfo(_message.Message):
-    __slots__ = ("worker_id", "incarnation", "role", "model", "kv_namespace", "protocol_version", "max_model_len", "load", "draining", "address", "direct", "handoff_links")
+    __slots__ = ("worker_id", "incarnation", "role", "model", "kv_namespace", "protocol_version", "max_model_len", "load", "draining", "address", "direct", "handoff_links", "stores", "kv_bytes_per_token")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
@@ -61,6 +61,8 @@ class WorkerInfo(_message.Message):
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     DIRECT_FIELD_NUMBER: _ClassVar[int]
     HANDOFF_LINKS_FIELD_NUMBER: _ClassVar[int]
+    STORES_FIELD_NUMBER: _ClassVar[int]
+    KV_BYTES_PER_TOKEN_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     incarnation: str
     role: _common_pb2.Role
@@ -73,7 +75,9 @@ class WorkerInfo(_message.Message):
     address: str
     direct: bool
     handoff_links: _containers.RepeatedCompositeFieldContainer[HandoffLink]
-    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., role: _Optional[_Union[_common_pb2.Role, str]] = ..., model: _Optional[str] = ..., kv_namespace: _Optional[str] = ..., protocol_version: _Optional[int] = ..., max_model_len: _Optional[int] = ..., load: _Optional[_Union[WorkerLoad, _Mapping]] = ..., draining: _Optional[bool] = ..., address: _Optional[str] = ..., direct: _Optional[bool] = ..., handoff_links: _Optional[_Iterable[_Union[HandoffLink, _Mapping]]] = ...) -> None: ...
+    stores: bool
+    kv_bytes_per_token: int
+    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., role: _Optional[_Union[_common_pb2.Role, str]] = ..., model: _Optional[str] = ..., kv_namespace: _Optional[str] = ..., protocol_version: _Optional[int] = ..., max_model_len: _Optional[int] = ..., load: _Optional[_Union[WorkerLoad, _Mapping]] = ..., draining: _Optional[bool] = ..., address: _Optional[str] = ..., direct: _Optional[bool] = ..., handoff_links: _Optional[_Iterable[_Union[HandoffLink, _Mapping]]] = ..., stores: _Optional[bool] = ..., kv_bytes_per_token: _Optional[int] = ...) -> None: ...
 
 class HandoffLink(_message.Message):
     __slots__ = ("incarnation", "transport", "gb_per_s")

@@ -26,6 +26,7 @@ from diptych.errors import (
 )
 from diptych.fault_points import reach
 from diptych.proto import worker_pb2
+from diptych.services.router.declined import Declined
 from diptych.services.router.inbox import Inbox
 from diptych.services.router.membership import Members
 from diptych.services.router.metrics import RouterMetrics
@@ -109,6 +110,7 @@ class Dispatcher:
         self._clock = clock
         self._metrics = metrics
         self._times = times or DispatchTimes()
+        self._declined = Declined(metrics.handoffs_declined)
         self._jobs: set[_Job] = set()
         self._stopping = False
 
@@ -207,6 +209,8 @@ class Dispatcher:
         if option.stage is Stage.PAIR:
             partners = job.route.partners(ready.values(), link)
             partner = ready[self._pick(job, ready, partners).worker.key]
+        elif not job.route.has_begun and link.role is not Role.AGGREGATED:
+            self._declined.note(job.route.obstacles(ready.values()))
         return _Choice(link, option.stage, partner)
 
     def _pick(self, job: _Job, ready: dict[str, WorkerLink], stages: dict[str, Stage]) -> Option:

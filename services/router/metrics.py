@@ -87,6 +87,11 @@ class RouterMetrics:
         self.attempts_failed = counter(
             "diptych:attempts_failed", "Attempts that were lost or refused, by stage.", "stage"
         )
+        self.handoffs_declined = counter(
+            "diptych:handoffs_declined",
+            "Requests whose KV did not go from memory to memory though `handoff` wants it, by why.",
+            "reason",
+        )
         self.stale_entries = counter(
             "diptych:stale_entries", "Outputs of attempts that are past, dropped."
         )

@@ -62,31 +62,40 @@ class RoutableWorker(Protocol):
         """Whether its memory can be read, or it can read another's."""
         ...
 
-    def reads(self, incarnation: str) -> bool:
-        """Whether its link to that worker passed its test."""
+    @property
+    def stores(self) -> bool:
+        """Whether its KV can go through a store, or come from one."""
         ...
+
+    def reads(self, incarnation: str) -> float | None:
+        """GB/s of its link to that worker; None until the link has passed its test."""
+        ...
+
+
+class Obstacle(enum.Enum):
+    """Why a decode worker does not read a prefill worker's memory."""
+
+    NOT_WANTED = "not wanted"
+    """`handoff` is `store`."""
+    PREFILL_NOT_DIRECT = "prefill not direct"
+    DECODE_NOT_DIRECT = "decode not direct"
+    NO_LINK = "no link"
+    """Their link did not pass its test, or not yet."""
 
 
 class HandoffWays(Protocol):
     """How KV may get from a prefill to a decode worker."""
 
-    @property
-    def through_store(self) -> bool:
-        """Whether prefill may leave it for whichever decode worker is chosen later."""
-        ...
-
-    def direct(self, prefill: RoutableWorker, decode: RoutableWorker) -> bool:
-        """Whether this decode worker can read this prefill worker's memory."""
+    def obstacle(self, prefill: RoutableWorker, decode: RoutableWorker) -> Obstacle | None:
+        """Why this decode worker does not read this prefill worker's memory; None where it does."""
         ...
 
 
 class StoreOnly:
     """Every hand-off goes through the store."""
 
-    through_store = True
-
-    def direct(self, prefill: RoutableWorker, decode: RoutableWorker) -> bool:
-        return False
+    def obstacle(self, prefill: RoutableWorker, decode: RoutableWorker) -> Obstacle | None:
+        return Obstacle.NOT_WANTED
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,15 +239,31 @@ class RequestRoute:
             for role in (Role.PREFILL, Role.DECODE, Role.AGGREGATED)
         )
         if self._commit is not None and decode:
-            return {worker.key: Stage.DECODE for worker in decode}
-        split: dict[str, Stage] = {}
-        if decode:
-            paired = [w for w in prefill if self.partners(decode, w)]
-            split = {worker.key: Stage.PAIR for worker in paired}
-            if not paired and self._ways.through_store:
-                split = {worker.key: Stage.PREFILL for worker in prefill}
+            readers = [worker for worker in decode if worker.stores]
+            return {worker.key: Stage.DECODE for worker in readers or decode}
+        stored = [w for w in prefill if w.stores] if any(w.stores for w in decode) else []
+        # KV that could not be read from memory is taken from the store, where there is one
+        paired = [] if self._failed_pairs and stored else self._paired(prefill, decode)
+        split = {worker.key: Stage.PAIR for worker in paired}
+        split = split or {worker.key: Stage.PREFILL for worker in stored}
         alone = both if split else both or decode or prefill
         return split | {worker.key: Stage.WHOLE for worker in alone}
+
+    def _paired(
+        self, prefill: list[RoutableWorker], decode: list[RoutableWorker]
+    ) -> list[RoutableWorker]:
+        return [worker for worker in prefill if self.partners(decode, worker)]
+
+    def obstacles(
+        self, workers: Iterable[RoutableWorker]
+    ) -> Iterator[tuple[RoutableWorker, RoutableWorker, Obstacle]]:
+        """Prefill and decode workers that are no pair, with why, but for what failed before."""
+        workers = list(workers)
+        for prefill in (w for w in workers if w.role is Role.PREFILL):
+            for decode in (w for w in workers if w.role is Role.DECODE):
+                found = self._ways.obstacle(prefill, decode)
+                if found is not None:
+                    yield prefill, decode, found
 
     def partners(
         self, workers: Iterable[RoutableWorker], prefill: RoutableWorker
@@ -253,7 +278,7 @@ class RequestRoute:
             and worker.key not in self._excluded
             and worker.kv_namespace == prefill.kv_namespace
             and (prefill.key, worker.key) not in self._failed_pairs
-            and self._ways.direct(prefill, worker)
+            and self._ways.obstacle(prefill, worker) is None
         }
 
     def begin(

@@ -4,24 +4,25 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from diptych.services.router.route import RoutableWorker
+from diptych.services.router.route import Obstacle, RoutableWorker
 
 
 @dataclass(frozen=True, slots=True)
 class Direct:
     """Decode reads prefill's memory, always: a link that was not tested yet is tested then."""
 
-    through_store = False
-
-    def direct(self, prefill: RoutableWorker, decode: RoutableWorker) -> bool:
-        return prefill.direct and decode.direct
+    def obstacle(self, prefill: RoutableWorker, decode: RoutableWorker) -> Obstacle | None:
+        if not prefill.direct:
+            return Obstacle.PREFILL_NOT_DIRECT
+        return None if decode.direct else Obstacle.DECODE_NOT_DIRECT
 
 
 @dataclass(frozen=True, slots=True)
 class Auto:
     """Decode reads prefill's memory where their link passed its test, else through the store."""
 
-    through_store = True
-
-    def direct(self, prefill: RoutableWorker, decode: RoutableWorker) -> bool:
-        return prefill.direct and decode.direct and decode.reads(prefill.incarnation)
+    def obstacle(self, prefill: RoutableWorker, decode: RoutableWorker) -> Obstacle | None:
+        found = Direct().obstacle(prefill, decode)
+        if found is None and decode.reads(prefill.incarnation) is None:
+            return Obstacle.NO_LINK
+        return found

@@ -127,9 +127,15 @@ class WorkerLink:
         """Whether its memory can be read, or it can read another's."""
         return self.info.direct
 
-    def reads(self, incarnation: str) -> bool:
-        """Whether its link to that worker passed its test."""
-        return any(link.incarnation == incarnation for link in self.info.handoff_links)
+    @property
+    def stores(self) -> bool:
+        """Whether its KV can go through a store, or come from one."""
+        return self.info.stores
+
+    def reads(self, incarnation: str) -> float | None:
+        """GB/s of its link to that worker; None until the link has passed its test."""
+        links = self.info.handoff_links
+        return next((k.gb_per_s for k in links if k.incarnation == incarnation), None)
 
     def meet(self, peers: Collection[worker_pb2.HandoffPeer]) -> None:
         """Have the worker open links to these, whom it may be asked to read from."""
@@ -392,7 +398,7 @@ class WorkerLink:
             self._cancels.clear()
         changed = info.draining != self.info.draining or info.role != self.info.role
         self.info, self.load = info, info.load
-        if not all(self.reads(incarnation) for incarnation in self._peers):
+        if any(self.reads(incarnation) is None for incarnation in self._peers):
             # said again: it gives a peer up that cannot be reached for a while
             self._peers_sent.clear()
             self._wake.set()

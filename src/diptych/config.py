@@ -21,6 +21,7 @@ from diptych.errors import ConfigError
 GIB = 1 << 30
 MIB = 1 << 20
 HANDOFFS = ("store", "direct", "auto")
+TRANSPORTS = ("auto", "nixl", "shm", "tcp", "grpc")
 
 
 def _flag(default: Any, text: str) -> Any:
@@ -187,6 +188,9 @@ class WorkerConfig:
 
     def __post_init__(self) -> None:
         check_one_of("handoff", self.handoff, HANDOFFS)
+        names = [name.strip() for name in self.kv_transports.split(",") if name.strip()]
+        for name in names or [""]:
+            check_one_of("kv_transports", name, TRANSPORTS)
         check_ports(self, "port", "admin_port")
         check_address("advertise_address", self.advertise_address)
         for address in (self.kvstore or "").split(",") if self.kvstore is not None else ():

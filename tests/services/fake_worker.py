@@ -32,6 +32,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         self.resume = asyncio.Event()
         self.commits = True
         self.direct = False
+        self.stores = True
         self.reads: list[FakeWorker] = []  # whose memory it can read, tested
         self.peers: list[str] = []  # incarnations that the router told it of
         self.handoff_failure = ""  # why it cannot read, if so
@@ -100,6 +101,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
             max_model_len=self.max_model_len,
             address=self.address,
             direct=self.direct,
+            stores=self.stores,
             handoff_links=[
                 worker_pb2.HandoffLink(incarnation=f"{w.worker_id}-{w.life}") for w in self.reads
             ],

@@ -37,7 +37,7 @@ def workers(script: list[int], role: int, count: int = 1) -> list[FakeWorker]:
     name = "p" if role == PREFILL else "d"
     made = [FakeWorker(f"{name}{i + 1}", role, script) for i in range(count)]
     for worker in made:
-        worker.direct = True
+        worker.direct, worker.stores = True, False
     return made
 
 
@@ -189,6 +189,7 @@ async def test_a_read_that_fails_goes_through_the_store_where_there_is_one(
     model: Path, script: list[int]
 ) -> None:
     (prefill,), (decode,) = workers(script, PREFILL), workers(script, DECODE)
+    prefill.stores = decode.stores = True
     decode.reads = [prefill]
     decode.handoff_failure = "the lease lapsed"
     prefill.pause_at = 0
@@ -259,10 +260,12 @@ async def test_auto_goes_through_the_store_until_a_link_is_tested(
     model: Path, script: list[int]
 ) -> None:
     (prefill,), (decode,) = workers(script, PREFILL), workers(script, DECODE)
+    prefill.stores = decode.stores = True
     async with running_router(model, [prefill, decode], handoff="auto") as router:
         await until(lambda: decode.peers == ["p1-1"])
         assert await read_stream(router) == (ANSWER, script, [])
         assert decode.submits[0].HasField("handoff_in")
+        assert await router.metric('diptych:handoffs_declined_total{reason="no link"}') == 1
         decode.reads = [prefill]
         await asyncio.sleep(0.5)  # the router asks for its state
         assert await read_stream(router) == (ANSWER, script, [])
@@ -293,3 +296,24 @@ async def test_a_decode_worker_without_a_link_is_told_again(model: Path, script:
         decode.peers = []
         await asyncio.sleep(0.5)
         assert decode.peers == []
+
+
+@pytest.mark.parametrize(("handed", "stores"), [("handoff_in", True), (None, False)])
+async def test_direct_over_workers_that_are_not_uses_their_store_or_decode_alone_and_says_so(
+    model: Path,
+    script: list[int],
+    caplog: pytest.LogCaptureFixture,
+    handed: str | None,
+    stores: bool,
+) -> None:
+    (prefill,), (decode,) = workers(script, PREFILL), workers(script, DECODE)
+    for worker in (prefill, decode):
+        worker.direct, worker.stores = False, stores
+    async with running_router(model, [prefill, decode], handoff="direct") as router:
+        for _ in range(3):
+            assert await read_stream(router) == (ANSWER, script, [])
+        declined = 'diptych:handoffs_declined_total{reason="prefill not direct"}'
+        assert await router.metric(declined) == 3
+    assert sum("KV does not go directly from p1" in text for text in caplog.messages) == 1
+    for submit in decode.submits:
+        assert submit.HasField(handed) if handed else is_whole(submit)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -15,6 +15,7 @@ from diptych.engine.request import FinishReason, KVCommit
 from diptych.services.router.route import (
     Attempt,
     Entry,
+    Obstacle,
     Outcome,
     RequestRoute,
     Role,
@@ -31,25 +32,25 @@ class Worker:
     role: Role
     kv_namespace: str = "ns"
     direct: bool = True
+    stores: bool = False
     links: frozenset[str] = frozenset()
 
     @property
     def incarnation(self) -> str:
         return self.key
 
-    def reads(self, incarnation: str) -> bool:
-        return incarnation in self.links
+    def reads(self, incarnation: str) -> float | None:
+        return 1.0 if incarnation in self.links else None
 
 
 @dataclass(frozen=True)
 class Ways:
     """All pairs but those `without`."""
 
-    through_store: bool = False
     without: frozenset[tuple[str, str]] = frozenset()
 
-    def direct(self, prefill: RoutableWorker, decode: RoutableWorker) -> bool:
-        return (prefill.key, decode.key) not in self.without
+    def obstacle(self, prefill: RoutableWorker, decode: RoutableWorker) -> Obstacle | None:
+        return Obstacle.NO_LINK if (prefill.key, decode.key) in self.without else None
 
 
 P1, P2 = Worker("p1", Role.PREFILL), Worker("p2", Role.PREFILL)
@@ -91,18 +92,20 @@ def test_an_aggregated_worker_competes_with_pairs() -> None:
 
 
 @pytest.mark.parametrize(
-    ("through_store", "expected"), [(True, {"p1": Stage.PREFILL}), (False, {"d1": Stage.WHOLE})]
+    ("stores", "expected"), [(True, {"p1": Stage.PREFILL}), (False, {"d1": Stage.WHOLE})]
 )
 def test_without_a_link_the_store_carries_or_decode_does_all(
-    through_store: bool, expected: dict[str, Stage]
+    stores: bool, expected: dict[str, Stage]
 ) -> None:
-    ways = Ways(through_store, frozenset({("p1", "d1")}))
-    assert RequestRoute(10, ways=ways).options([P1, D1]) == expected
+    ways = Ways(frozenset({("p1", "d1")}))
+    workers = [replace(worker, stores=stores) for worker in (P1, D1)]
+    assert RequestRoute(10, ways=ways).options(workers) == expected
 
 
 def test_prefill_workers_with_a_link_go_before_those_without() -> None:
-    ways = Ways(True, frozenset({("p1", "d1")}))
-    assert RequestRoute(10, ways=ways).options([P1, P2, D1]) == {"p2": Stage.PAIR}
+    ways = Ways(frozenset({("p1", "d1")}))
+    workers = [replace(worker, stores=True) for worker in (P1, P2, D1)]
+    assert RequestRoute(10, ways=ways).options(workers) == {"p2": Stage.PAIR}
 
 
 def test_a_decode_worker_of_another_namespace_makes_no_pair() -> None:
@@ -209,9 +212,13 @@ def test_a_failed_read_goes_to_another_pair_then_to_decode_alone() -> None:
 
 
 def test_a_failed_read_goes_through_the_store_where_there_is_one() -> None:
-    route = pair(through_store=True)
+    route = pair()
     say(route, "d1", entry(0, handoff_failed="the lease lapsed"))
-    assert route.options([P1, D1]) == {"p1": Stage.PREFILL}
+    p1, p2, d1, d2 = (replace(worker, stores=True) for worker in (P1, P2, D1, D2))
+    assert route.options([p1, d1]) == {"p1": Stage.PREFILL}
+    # before another pair: its prefill worker would have to compute what the store may have
+    assert route.options([p1, p2, d1, d2]) == {"p1": Stage.PREFILL, "p2": Stage.PREFILL}
+    assert route.options([p1, P2, D1, D2]) == {"p1": Stage.PAIR, "p2": Stage.PAIR}
 
 
 def test_prefills_commit_says_that_decode_has_all() -> None:
@@ -240,10 +247,30 @@ def test_a_worker_with_an_error_of_its_own_is_left_out() -> None:
 def test_direct_takes_every_pair_that_could_and_auto_only_those_whose_link_was_tested() -> None:
     linked = Worker("d3", Role.DECODE, links=frozenset({"p1"}))
     other = Worker("d4", Role.DECODE, direct=False)
-    assert [Direct().direct(P1, decode) for decode in (D1, linked, other)] == [True, True, False]
-    assert [Auto().direct(P1, decode) for decode in (D1, linked, other)] == [False, True, False]
-    assert not Direct().through_store
-    assert Auto().through_store
+    each = (D1, linked, other)
+    not_direct = Obstacle.DECODE_NOT_DIRECT
+    assert [Direct().obstacle(P1, decode) for decode in each] == [None, None, not_direct]
+    no_link = Obstacle.NO_LINK
+    assert [Auto().obstacle(P1, decode) for decode in each] == [no_link, None, not_direct]
+    of_store = replace(P1, direct=False)
+    assert Direct().obstacle(of_store, D1) is Obstacle.PREFILL_NOT_DIRECT
+
+
+def test_workers_that_hand_nothing_over_directly_use_the_store() -> None:
+    workers = [replace(worker, direct=False, stores=True) for worker in (P1, D1)]
+    route = RequestRoute(10, ways=Direct())
+    assert route.options(workers) == {"p1": Stage.PREFILL}
+    assert [found for *_, found in route.obstacles(workers)] == [Obstacle.PREFILL_NOT_DIRECT]
+
+
+def test_handed_kv_goes_to_who_can_load_it() -> None:
+    p1, d1 = (replace(worker, stores=True, direct=False) for worker in (P1, D1))
+    route = RequestRoute(10, ways=Direct())
+    route.begin(p1, Stage.PREFILL)
+    commit = KVCommit(epoch=1, kv_namespace="ns", num_tokens=0, objects=[], connector="S")
+    assert say(route, "p1", entry(0, 11, commit=commit)) == ([11], [Outcome.HANDED_OVER])
+    assert route.options([p1, d1, D2]) == {"d1": Stage.DECODE}
+    assert route.options([p1, D2]) == {"d2": Stage.DECODE}
 
 
 class Client:

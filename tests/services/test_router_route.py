@@ -26,9 +26,10 @@ class Worker:
     kv_namespace: str = "ns"
     incarnation: str = "1"
     direct: bool = False
+    stores: bool = True
 
-    def reads(self, incarnation: str) -> bool:
-        return False
+    def reads(self, incarnation: str) -> float | None:
+        return None
 
 
 P1, P2 = Worker("p1", Role.PREFILL), Worker("p2", Role.PREFILL)

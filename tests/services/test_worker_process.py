@@ -11,7 +11,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from diptych.config import EngineConfig, RedisConfig, WorkerConfig
+from diptych.config import EngineConfig, KVTransferConfig, RedisConfig, WorkerConfig
 from diptych.connectors.store_settings import StoreSettings
 from diptych.embedded_redis import EmbeddedRedis
 from diptych.engine.request import FinishReason
@@ -171,6 +171,19 @@ async def test_a_dead_engine_ends_the_process_with_its_error(model: Path) -> Non
 
 async def never_started(config: EngineConfig) -> FakeEngine:
     raise AssertionError("the engine was started")
+
+
+async def test_a_connector_of_nonsense_is_named_before_anything_loads(model: Path) -> None:
+    process = WorkerProcess(
+        "decode",
+        WorkerConfig(),
+        EngineConfig(kv_transfer_config=KVTransferConfig(kv_connector="NoConnector")),
+        RedisConfig(),
+        resolve_model=lambda name, revision: model,
+        start_engine=never_started,
+    )
+    with pytest.raises(ConfigError, match="kv_connector must be one of"):
+        await process.main(asyncio.Event())
 
 
 async def test_a_port_in_use_is_named_before_anything_loads(model: Path) -> None:

@@ -28,6 +28,7 @@ class FakeInfo:
     max_model_len: int = 64
     num_kv_blocks: int = 64
     handoff_cards: bytes = b""
+    kv_bytes_per_token: int = 64
 
 
 class FakeEngine:

@@ -64,6 +64,10 @@ class RequestView(Protocol):
         ...
 
 
+# bytes of one element, for the dtypes whose KV can be moved
+ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
+
+
 @dataclass(frozen=True, slots=True)
 class KVLayout:
     """Where a KV cache keeps its bytes: one tensor per group.
@@ -91,6 +95,12 @@ class KVLayout:
             self.block_size,
             self.head_dim,
         )
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Of one token's KV over all heads and layers; 0 for a dtype that cannot be moved."""
+        item = ITEM_BYTES.get(self.dtype, 0)
+        return self.num_kv_heads * self.num_layers * 2 * self.head_dim * item
 
 
 class KVConnectorMetadata:

@@ -12,12 +12,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from diptych.connectors.base import KVLayout
+from diptych.connectors.base import ITEM_BYTES, KVLayout
 from diptych.engine.request import KVObject
 from diptych.errors import ConfigError
 from diptych.hashing import PAGE_TOKENS
-
-ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
 
 
 class TokenRange(NamedTuple):

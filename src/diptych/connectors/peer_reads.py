@@ -14,8 +14,7 @@ from typing import Protocol
 
 import msgspec
 
-from diptych.connectors.base import KVLayout
-from diptych.connectors.pages import ITEM_BYTES
+from diptych.connectors.base import ITEM_BYTES, KVLayout
 from diptych.connectors.plan import BlockTable, Share, plan_read, plan_sources
 from diptych.connectors.plan_geometry import PoolGeometry, Span
 from diptych.connectors.transports.base import Endpoint, ReadFailure, ReadState

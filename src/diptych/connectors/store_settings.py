@@ -13,6 +13,8 @@ from diptych.errors import ConfigError
 if TYPE_CHECKING:
     from diptych.connectors.store_cluster import StoreCluster, StoreNodes
 
+NAME = "StoreConnector"
+
 _FIRST_ANSWER_S = 5.0
 
 

@@ -47,6 +47,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     max_num_queued_reqs: int
     # how its KV pool can be read by peers (`connectors.peer_reads.encode_cards`); empty: it cannot
     handoff_cards: bytes = b""
+    kv_bytes_per_token: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +99,7 @@ class EngineCore:
             max_num_seqs=self._scheduler.max_num_seqs,
             max_num_queued_reqs=config.max_num_queued_reqs,
             handoff_cards=connector.handoff_cards if connector is not None else b"",
+            kv_bytes_per_token=executor.kv_layout.bytes_per_token,
         )
 
     @property

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from diptych.config_sources import Settings
 from diptych.errors import ConfigError, DiptychError, UnavailableError
+from diptych.launcher.checks import check_together
 from diptych.launcher.plan import ProcessSpec, url_host
 from diptych.launcher.supervisor import Supervisor
 from diptych.models.fetch import resolve_model
@@ -35,6 +36,7 @@ def run(settings: Settings, *, aggregated: bool = False) -> int:
     # SIGTERM would leave a download behind.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    check_together(settings, aggregated=aggregated)
     router = settings["router"]
     for name in ("port", "grpc_port", "admin_port"):
         _check_port(router.host, getattr(router, name), "--" + name.replace("_", "-"))

@@ -24,6 +24,11 @@ class EngineInfo(Protocol):
     def num_kv_blocks(self) -> int: ...
 
     @property
+    def kv_bytes_per_token(self) -> int:
+        """Bytes of KV of one token."""
+        ...
+
+    @property
     def handoff_cards(self) -> bytes:
         """How peers can read its KV pool; empty where they cannot."""
         ...

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 from diptych.addresses import check_bindable, reachable_address
 from diptych.clock import Clock, SystemClock
 from diptych.config import EngineConfig, RedisConfig, WorkerConfig
+from diptych.connectors.checks import checked_transfer
 from diptych.connectors.tickets import TicketKeys
 from diptych.models.config import ModelConfig
 from diptych.observe import AdminServer, Status, new_registry
@@ -92,6 +93,7 @@ class WorkerProcess:
         """
         self._stop = stop
         config = self._config
+        checked_transfer(self._engine_config.kv_transfer_config)
         keys = None if config.ticket_keys is None else TicketKeys.load(config.ticket_keys)
         check_bindable(config.host, config.port)
         admin = AdminServer(

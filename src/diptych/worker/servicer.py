@@ -10,6 +10,7 @@ from typing import Any
 
 from diptych.clock import Clock
 from diptych.config import EngineConfig, WorkerConfig
+from diptych.connectors.checks import goes_through_store
 from diptych.connectors.tickets import TicketKeys, TicketVerifier
 from diptych.errors import (
     CapacityError,
@@ -57,6 +58,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
         self._engine = engine
         self._identity = identity
         self._metrics = metrics
+        self._stores = goes_through_store(engine_config.kv_transfer_config)
         self._max_num_queued_reqs = engine_config.max_num_queued_reqs
         self._limits = ModelLimits(
             vocab_size=identity.vocab_size,
@@ -106,6 +108,8 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
             address=self._identity.address,
             direct=self._peers.direct,
             handoff_links=self._peers.links(),
+            stores=self._stores,
+            kv_bytes_per_token=self._engine.info.kv_bytes_per_token,
         )
 
     async def Submit(

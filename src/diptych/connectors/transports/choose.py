@@ -37,6 +37,16 @@ class TransportSettings:
     tls: TlsFiles | None = None
 
 
+def check_names(names: Sequence[str]) -> None:
+    """
+    Raises:
+        ConfigError: there is no name, or one is not known.
+    """
+    unknown = [name for name in names if name not in (*NAMES, AUTO)]
+    if unknown or not names:
+        raise ConfigError(f"transports are {', '.join((AUTO, *NAMES))}, not {list(names)}")
+
+
 def open_transports(
     names: Sequence[str] = (AUTO,), settings: TransportSettings | None = None
 ) -> list[Transport]:
@@ -51,9 +61,7 @@ def open_transports(
         TransferError: a transport that was asked for by name does not work here.
     """
     settings = settings or TransportSettings()
-    unknown = [name for name in names if name not in (*NAMES, AUTO)]
-    if unknown or not names:
-        raise ConfigError(f"transports are {', '.join((AUTO, *NAMES))}, not {names}")
+    check_names(names)
     opened: list[Transport] = []
     chosen = list(dict.fromkeys(names))
     if AUTO in names:
