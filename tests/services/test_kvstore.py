@@ -197,6 +197,15 @@ def test_a_client_of_the_same_host_that_cannot_reach_the_socket_takes_the_stream
         open_mover(store, "memory", 5.0)
 
 
+def test_who_only_asks_maps_no_pool(node: Node) -> None:
+    client = StoreClient(node.address)
+    assert client.exists_many([key()]) == [False]
+    assert client.pools() == []
+    put(client, {key(): b"bytes"})
+    assert [len(pool) for pool in client.pools()] == [8 * MIB]
+    client.close()
+
+
 def test_an_object_that_exists_is_not_written_again(client: StoreClient) -> None:
     name = key()
     [first] = put(client, {name: b"first"})

@@ -95,6 +95,12 @@ def some(count: int) -> dict[bytes, bytes]:
     return {key(): os.urandom(1000) for _ in range(count)}
 
 
+def mapped_pools() -> set[str]:
+    """Those of stores that this process maps, by inode."""
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    return {line.split()[4] for line in lines if "memfd:diptych-kv" in line}
+
+
 def stored(node: Node) -> int:
     return int(control(node).GetStats(pb.GetStatsRequest()).num_objects)
 
@@ -146,6 +152,19 @@ def test_a_node_that_is_gone_for_good_leaves_nothing_in_its_clients(world: World
     until(lambda: set(world.members.nodes()) == {"a"})
     world.get(list(objects))
     assert set(world.store._clients) == {"a"}
+
+
+def test_the_pool_of_a_lost_node_is_let_go_by_clients_that_ask_for_nothing(world: World) -> None:
+    for name in "ab":
+        world.start(name)
+    world.put(some(20))
+    both = mapped_pools()
+    assert len(both) >= 2
+    world.kill("b")
+    world.start("b")  # its memory may be needed at once
+    until(lambda: len(mapped_pools()) == len(both) - 1)
+    world.kill("a")
+    until(lambda: len(mapped_pools()) == len(both) - 2)
 
 
 def test_a_killed_node_comes_back_with_its_disk_and_all_hits_with_it(world: World) -> None:

@@ -167,7 +167,8 @@ class StoreClient:
         """
         until = self._until(timeout_s)
         call = getattr(self._calls.stub, method)
-        answer = self._attempt(lambda _: self._calls.call(call, request, until), until)
+        # needs no way to the bytes: whoever only asks maps no pool
+        answer = self._tried(lambda: self._calls.call(call, request, until))
         if answer is None:
             raise TransferError(f"the KV store at {self.address} does not answer")
         return answer
@@ -204,11 +205,15 @@ class StoreClient:
     def _attempt(self, work: Callable[[StoreSession], _T], until: float) -> _T | None:
         """`work` on the current session, once more on a fresh one if the node has restarted; None
         where the store is lost."""
+        return self._tried(lambda: work(self._connect(until)))
+
+    def _tried(self, work: Callable[[], _T]) -> _T | None:
+        """As `_attempt`, of work that gets its session itself."""
         for _ in range(2):
             if not self.usable:
                 return None
             try:
-                result = work(self._connect(until))
+                result = work()
             except OutOfTimeError:
                 return None
             except grpc.RpcError as error:

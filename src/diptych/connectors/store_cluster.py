@@ -51,6 +51,10 @@ class StoreNodes(Protocol):
         """By id; empty where none is known. Never blocks."""
         ...
 
+    def watch(self, on_change: Callable[[], None]) -> None:
+        """Call this after every change, on any thread."""
+        ...
+
     def close(self) -> None: ...
 
 
@@ -62,6 +66,9 @@ class FixedNodes:
 
     def nodes(self) -> dict[str, StoreNode]:
         return self._nodes
+
+    def watch(self, on_change: Callable[[], None]) -> None:
+        return
 
     def close(self) -> None:
         return
@@ -91,6 +98,7 @@ class StoreCluster:
         self._clients: dict[str, tuple[StoreNode, StoreClient]] = {}
         self._hot: OrderedDict[bytes, tuple[int, float]] = OrderedDict()
         self._threads = ThreadPoolExecutor(_MAX_CALLS_AT_ONCE, thread_name_prefix="kv-store")
+        nodes.watch(self._let_go)
 
     def put_many(
         self, items: Sequence[PutItem], timeout_s: float | None = None, tenant: str = ""
@@ -228,6 +236,17 @@ class StoreCluster:
             gone = [self._clients.pop(n)[1] for n in list(self._clients) if n not in nodes]
         for client in gone:
             client.close()
+
+    def _let_go(self) -> None:
+        """Drop what leads to nodes, or incarnations, that are gone: a dead node's pool is freed
+        once nobody maps it, and its successor may need the room."""
+        self._forget_gone()
+        with self._lock:
+            known = list(self._clients)
+        nodes = self._nodes.nodes()
+        for node_id in known:
+            if node_id in nodes:
+                self._client(nodes[node_id])
 
     # --- rounds of calls
 

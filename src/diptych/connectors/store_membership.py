@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from collections.abc import Callable
 
 from diptych.config import RedisConfig
 from diptych.connectors.store_cluster import StoreNode
@@ -21,6 +22,7 @@ class RegistryNodes:
     def __init__(self, config: RedisConfig) -> None:
         self._config = config
         self._nodes: dict[str, StoreNode] = {}
+        self._watchers: list[Callable[[], None]] = []
         self._loop = asyncio.new_event_loop()
         self._stop = asyncio.Event()
         self._known_once = False
@@ -30,6 +32,10 @@ class RegistryNodes:
 
     def nodes(self) -> dict[str, StoreNode]:
         return self._nodes
+
+    def watch(self, on_change: Callable[[], None]) -> None:
+        """`on_change` is called on this thread when a node joined, left or was started anew."""
+        self._watchers.append(on_change)
 
     def wait(self, timeout_s: float) -> bool:
         """Whether the registry has named a node by then."""
@@ -61,7 +67,11 @@ class RegistryNodes:
             # those of the first answer were there before us
             joined_at = known.joined_at if known else (now if self._known_once else 0.0)
             nodes[node_id] = StoreNode(node_id, record.address, record.incarnation, joined_at)
+        changed = nodes != self._nodes  # and not only its load
         self._nodes = nodes
         if nodes:
             self._known_once = True
             self._answered.set()
+        if changed:
+            for on_change in self._watchers:
+                on_change()
