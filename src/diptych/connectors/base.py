@@ -141,7 +141,8 @@ class KVConnectorOutput:
     A load that failed is in `finished_recving` and in `failed_recving`, which gives the number of
     tokens from position 0 that are valid all the same. A save that failed is in `finished_sending`
     without an entry in `commits` that covers the prompt. `num_dropped_saves` counts objects that
-    found no room on their way out. `handed_over` is of loads from a peer's memory; a request in
+    found no room on their way out, `num_corrupt` requests whose KV came from a peer with a
+    wrong checksum. `handed_over` is of loads from a peer's memory; a request in
     `failed_handoffs`, which says why, ends here: whoever sent it decides how it goes on.
     """
 
@@ -152,6 +153,7 @@ class KVConnectorOutput:
     handed_over: dict[str, HandedOver] = field(default_factory=dict)
     failed_handoffs: dict[str, str] = field(default_factory=dict)
     num_dropped_saves: int = 0
+    num_corrupt: int = 0
     rates: TransferRates | None = None
 
     @property
@@ -162,6 +164,7 @@ class KVConnectorOutput:
             or self.commits
             or self.failed_handoffs
             or self.num_dropped_saves
+            or self.num_corrupt
             or self.rates
         )
 

@@ -223,6 +223,7 @@ class DirectDriver:
             for message in self._port.receive():
                 self._guarded(partial(self._take, message))
         for result in self._reads.take_results():
+            reach("handoff.read")
             self._guarded(partial(self._taken.read_ended, result))
         self._guarded(self._given.tick)
         self._guarded(self._taken.tick)

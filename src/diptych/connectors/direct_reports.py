@@ -36,6 +36,11 @@ class DirectReports:
         with self._lock:
             self._output.failed_handoffs[request_id] = why
 
+    def corrupt(self) -> None:
+        """KV of one request came with a wrong checksum."""
+        with self._lock:
+            self._output.num_corrupt += 1
+
     def read_ended(self, request_id: str) -> None:
         """Nothing writes its blocks any more."""
         with self._lock:

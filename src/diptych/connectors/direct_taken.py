@@ -330,6 +330,7 @@ class TakenPrompts:
             self._step(entry, Event.READ_OK, block=1 << last)
         else:
             self.num_corrupt += 1
+            self._reports.corrupt()
             entry.why = "a checksum is wrong"
             _log.error("request %s: KV arrived with wrong checksums", entry.prompt.request_id)
             self._step(entry, Event.READ_FAILED, block=1 << last)

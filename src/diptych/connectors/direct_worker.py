@@ -92,4 +92,5 @@ def _merge(into: KVConnectorOutput, more: KVConnectorOutput) -> None:
     into.failed_recving.update(more.failed_recving)
     into.commits.update(more.commits)
     into.num_dropped_saves += more.num_dropped_saves
+    into.num_corrupt += more.num_corrupt
     into.rates = more.rates

@@ -137,6 +137,7 @@ class RemoteKV:
         if self._connector is not None:
             self._connector.update_connector_output(output)
         self._counters.num_kv_save_drops += output.num_dropped_saves
+        self._counters.num_kv_corrupt += output.num_corrupt
         loaded = []
         for request_id in sorted(output.finished_recving):
             request = self.loading.pop(request_id, None)

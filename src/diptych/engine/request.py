@@ -142,6 +142,7 @@ class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
     num_kv_load_failures: int = 0
     num_kv_save_failures: int = 0
     num_kv_save_drops: int = 0
+    num_kv_corrupt: int = 0
 
     @property
     def kv_usage(self) -> float:

@@ -23,6 +23,7 @@ class SchedulerCounters:
     num_kv_load_failures: int = 0
     num_kv_save_failures: int = 0
     num_kv_save_drops: int = 0
+    num_kv_corrupt: int = 0
 
     def count_admission(self, request: SchedulerRequest, num_hit_tokens: int) -> None:
         """A request leaves the queue, with so many tokens found in the local prefix cache."""

@@ -29,6 +29,7 @@ COUNTERS = {
     "diptych:kv_load_failures": ("Loads of KV that failed.", "num_kv_load_failures"),
     "diptych:kv_save_failures": ("Saves of KV that failed.", "num_kv_save_failures"),
     "diptych:kv_save_drops": ("KV objects not saved for want of room.", "num_kv_save_drops"),
+    "diptych:kv_corrupt": ("Hand-offs whose KV came with a wrong checksum.", "num_kv_corrupt"),
 }
 SOURCES = {
     "local_compute": "prompt_tokens_local_compute",
