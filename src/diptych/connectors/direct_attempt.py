@@ -51,6 +51,7 @@ class Taken:
     num_reads: int = 0
     offered_s: float = 0.0
     announced_s: float = 0.0
+    committed_s: float = 0.0
     heard_s: float = 0.0
     validating_s: float = 0.0
     renew_at_s: float = 0.0

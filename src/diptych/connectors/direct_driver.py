@@ -185,6 +185,8 @@ class DirectDriver:
             taken.num_corrupt,
             given.num_ignored + taken.num_ignored,
         )
+        if times := taken.times.summary():
+            _log.info("received hand-offs, medians: %s", times)
         with self._lock:
             os.close(self._wake_fd)
             self._wake_fd = -1

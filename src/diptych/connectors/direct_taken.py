@@ -17,6 +17,7 @@ from diptych.connectors.direct_checksums import Checksums
 from diptych.connectors.direct_messages import HandoffMessage
 from diptych.connectors.direct_reports import DirectReports
 from diptych.connectors.direct_settings import DirectSettings
+from diptych.connectors.direct_times import HandoffTimes
 from diptych.connectors.handoff import ANNOUNCEMENTS, RULES, Event, State
 from diptych.connectors.handoff_decode import step_decode
 from diptych.connectors.handoff_machines import DECODE, PREFILL, Decode, Message
@@ -73,6 +74,7 @@ class TakenPrompts:
         self._source_block = source_block
         self._checksums = checksums
         self._taken: dict[str, Taken] = {}
+        self.times = HandoffTimes()
         self.num_received = 0
         self.num_failed = 0
         self.num_corrupt = 0
@@ -260,6 +262,7 @@ class TakenPrompts:
         entry.latest = message
         if commits:
             entry.committed = message
+            entry.committed_s = self._monotonic()
         if end > entry.known_tokens or commits:
             entry.ranges.append(ReadRange(entry.known_tokens, end))
         return True
@@ -277,6 +280,7 @@ class TakenPrompts:
                 self._tell(entry, out)
         if entry.machine.state is State.VALIDATING and before.state is not State.VALIDATING:
             entry.validating_s = self._monotonic()
+            self.times.add("commit to all read", entry.validating_s - entry.committed_s)
             entry.repeat_at_s = entry.validating_s + self._settings.repeat_s
         if entry.machine.state is State.DEFERRED and before.state is State.OFFERED:
             entry.announced_s = self._monotonic()
@@ -373,6 +377,7 @@ class TakenPrompts:
         if state is State.DECODING and entry.committed is not None:
             del self._taken[request_id]
             self.num_received += 1
+            self.times.add("all read to valid", self._monotonic() - entry.validating_s)
             self._reports.forget(request_id)
             commit = entry.committed
             self._reports.received(
