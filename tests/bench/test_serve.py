@@ -18,6 +18,7 @@ from diptych.bench.serve_events import ServerSentEvents, parse_event
 from diptych.bench.serve_figures import figures_of, gaps_of, metrics_of, table
 from diptych.bench.serve_prompts import RandomLengths, custom_loads, random_loads, trace_loads
 from diptych.bench.serve_run import Run
+from diptych.bench.serve_scrape import GAP, Snapshot
 from diptych.cli import main
 from diptych.errors import ConfigError, InvalidRequestError
 
@@ -252,6 +253,28 @@ def test_answers_are_compared_up_to_their_first_difference() -> None:
         "reference_checked": 2,
         "reference_equal": 1,
     }
+
+
+def page(fast: int, slow: int) -> str:
+    return (
+        f"# TYPE {GAP} histogram\n"
+        f'{GAP}_bucket{{le="0.01",model_name="m"}} {fast}\n'
+        f'{GAP}_bucket{{le="0.02",model_name="m"}} {fast + slow}\n'
+        f'{GAP}_bucket{{le="+Inf",model_name="m"}} {fast + slow}\n'
+        f'{GAP}_sum{{model_name="m"}} {fast * 0.005 + slow * 0.015}\n'
+        f'{GAP}_count{{model_name="m"}} {fast + slow}\n'
+    )
+
+
+def test_what_a_server_counted_before_the_run_is_not_in_its_figures() -> None:
+    before, after = Snapshot.of(page(100, 0), GAP), Snapshot.of(page(108, 2), GAP)
+
+    found = after.since(before).figures("t12", [90.0])
+
+    assert found["mean_t12_ms"] == pytest.approx(7.0)
+    assert found["median_t12_ms"] == pytest.approx(6.25)
+    assert found["p90_t12_ms"] == pytest.approx(15.0)
+    assert Snapshot.of("", GAP).figures("t12", []) == {}
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,7 @@ from diptych.bench.serve_requests import (
     warm_up_loads,
 )
 from diptych.bench.serve_run import Run, run_load
+from diptych.bench.serve_scrape import Snapshot, scrape
 from diptych.errors import ConfigError, UnavailableError
 from diptych.launcher.plan import Machine
 
@@ -47,13 +49,12 @@ def main(args: argparse.Namespace) -> int:
     """Load the server, print the table, write the record. 1 where no request went well."""
     goodput = _goodput(args.goodput)
     reference = _reference(args.reference)
-    with _server(args) as (url, model, facts):
+    with _server(args) as target:
         loads = make_loads(args)
-        bodies = [body_of(args, model, load) for load in loads]
-        due_s = due_times(args, loads)
-        run, again = uvloop.run(_measure(args, url, model, loads, bodies, due_s))
+        run, again, gap = uvloop.run(_measure(args, target, loads))
     lens = [len(load.prompt) if isinstance(load.prompt, list) else None for load in loads]
-    figures = facts | figures_of(run, lens, args.metric_percentiles, goodput)
+    figures = target.facts | figures_of(run, lens, args.metric_percentiles, goodput)
+    figures |= gap.figures("router_t12", args.metric_percentiles)
     if again is not None:
         figures |= compare(run.answers, again.answers)
     if reference is not None:
@@ -69,13 +70,23 @@ def main(args: argparse.Namespace) -> int:
     return 0 if figures["completed"] else 1
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Target:
+    """A server, the model's name there, and what is known of one that was started for this."""
+
+    url: str
+    model: str
+    metrics_url: str | None
+    facts: dict[str, Any] = field(default_factory=dict)
+
+
 @contextmanager
-def _server(args: argparse.Namespace) -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """URL, the model's name there, and what is known of a deployment that was started for this."""
+def _server(args: argparse.Namespace) -> Iterator[_Target]:
     if not args.up:
         if args.up_flags:
             raise ConfigError("flags after `--` are those of `diptych up`: they need --up")
-        yield args.base_url, asyncio.run(_ask_model(args)), {}
+        model = asyncio.run(_ask_model(args))
+        yield _Target(url=args.base_url, model=model, metrics_url=args.metrics_url)
         return
     args.model = args.model or "smollm2"
     name = args.served_model_name or args.model
@@ -86,7 +97,12 @@ def _server(args: argparse.Namespace) -> Iterator[tuple[str, str, dict[str, Any]
     with Deployment("serve" if args.aggregated else "up", flags) as deployment:
         deployment.wait_ready(args.up_timeout)
         time.sleep(args.settle)
-        yield deployment.url, name, {"ready_s": deployment.ready_s, "up_flags": args.up_flags}
+        yield _Target(
+            url=deployment.url,
+            model=name,
+            metrics_url=deployment.metrics_url,
+            facts={"ready_s": deployment.ready_s, "up_flags": args.up_flags},
+        )
 
 
 async def _ask_model(args: argparse.Namespace) -> str:
@@ -114,32 +130,28 @@ async def _ask_model(args: argparse.Namespace) -> str:
 
 
 async def _measure(
-    args: argparse.Namespace,
-    url: str,
-    model: str,
-    loads: Sequence[Load],
-    bodies: Sequence[bytes],
-    due_s: Sequence[float],
-) -> tuple[Run, Run | None]:
-    """Warm up, load, and send again what is to be checked."""
+    args: argparse.Namespace, target: _Target, loads: Sequence[Load]
+) -> tuple[Run, Run | None, Snapshot]:
+    """Warm up, load, and send again what is to be checked. The last is the router's own count."""
+    bodies = [body_of(args, target.model, load) for load in loads]
+    warm = [body_of(args, target.model, load) for load in warm_up_loads(args, loads)]
+    url = target.url + ENDPOINTS[args.backend]
     connector = aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(connector=connector, auto_decompress=False) as session:
-        client = StreamClient(
-            session, url + ENDPOINTS[args.backend], headers_of(args), args.request_timeout
-        )
-        warm = [body_of(args, model, load) for load in warm_up_loads(args, loads)]
-        for number, answer in enumerate(
-            (await run_load(client, warm, [0.0] * len(warm), 1)).answers, 1
-        ):
+        client = StreamClient(session, url, headers_of(args), args.request_timeout)
+        for answer in (await run_load(client, warm, [0.0] * len(warm), 1)).answers:
             if answer.error is not None:
-                raise UnavailableError(f"warm-up request {number} failed: {answer.error}")
+                raise UnavailableError(f"a warm-up request failed: {answer.error}")
+        before = await scrape(session, target.metrics_url)
+        due_s = due_times(args, loads)
         with _quiet_garbage():
             run = await run_load(client, bodies, due_s, args.max_concurrency, _progress(args))
+        gap = (await scrape(session, target.metrics_url)).since(before)
         again = None
         if args.check:
             some = bodies[: args.check]
             again = await run_load(client, some, [0.0] * len(some), 1)
-    return run, again
+    return run, again, gap
 
 
 def _goodput(items: Sequence[str]) -> dict[str, float]:

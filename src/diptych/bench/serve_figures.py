@@ -159,6 +159,9 @@ def table(figures: Mapping[str, Any], names: Sequence[str], settings: Mapping[st
     for name in names:
         lines.append(f"{METRICS[name]:-^60}")
         lines += _metric_lines(figures, name, name.upper())
+    if "mean_router_t12_ms" in figures:
+        lines.append(f"{'Token 1 to Token 2, at the router':-^60}")
+        lines += _metric_lines(figures, "router_t12", "T12")
     lines.append(f"{'Load generator':-^60}")
     lines += _metric_lines(figures, "schedule_lag", "schedule lag")
     lines.append("=" * 60)

@@ -33,6 +33,7 @@ def _add_server(group: Any) -> None:
     add("--api-key", default=os.environ.get("DIPTYCH_API_KEY"), help="sent as a bearer token")
     add("--ready-check-timeout-sec", type=float, default=0.0, help="seconds to wait for the server")
     add("--request-timeout", type=float, default=600.0, help="seconds until a request is given up")
+    add("--metrics-url", help="the router's /metrics: its own view of the first two tokens' gap")
     add("--up", action="store_true", help="start a system on this machine, as `diptych up` does")
     add("--aggregated", action="store_true", help="with --up: one engine, as `diptych serve`")
     add("--up-timeout", type=float, default=300.0, help="seconds until it must be ready")
