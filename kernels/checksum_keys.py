@@ -7,6 +7,7 @@ from torch import Tensor
 
 _GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
 _TOKENS = 0x632BE59BD9B4E019
+_HEADS = 0x2545F4914F6CDD1D
 
 
 def word_keys(
@@ -21,6 +22,11 @@ def word_keys(
 def position_keys(first_token: int, end_token: int, device: torch.device | None = None) -> Tensor:
     """`[end_token - first_token]` int64."""
     return _odd(torch.arange(first_token, end_token, device=device) ^ _TOKENS)
+
+
+def head_keys(first_head: int, num_heads: int, device: torch.device | None = None) -> Tensor:
+    """`[num_heads]` int64, for heads from `first_head` on."""
+    return _odd(torch.arange(first_head, first_head + num_heads, device=device) ^ _HEADS)
 
 
 def _odd(x: Tensor) -> Tensor:

@@ -39,9 +39,10 @@ def _kv_checksums_kernel(
         acc += b_words.to(tl.uint32, bitcast=True).to(tl.uint64) * b_keys.to(tl.uint64)[None, :]
     # [BS]
     tokens = i_b * BS + o_s
-    b_token_keys = tl.load(token_keys + tokens, mask=tokens < num_tokens, other=0)
-    total = tl.sum(tl.sum(acc, axis=1) * b_token_keys.to(tl.uint64), axis=0)
-    tl.store(sums + i_b * H + i_h, total.to(tl.int64, bitcast=True))
+    counted = tokens < num_tokens
+    b_token_keys = tl.load(token_keys + tokens, mask=counted, other=0)
+    b_sums = tl.sum(acc, axis=1) * b_token_keys.to(tl.uint64)
+    tl.store(sums + tokens * H + i_h, b_sums.to(tl.int64, bitcast=True), mask=counted)
 
 
 def kv_checksums(
@@ -51,7 +52,8 @@ def kv_checksums(
     words = kv_cache.view(torch.int32)
     _, num_heads, num_layers, parts, block_size, num_words = words.shape
     assert words[0].is_contiguous()
-    sums = torch.empty(len(block_ids), num_heads, dtype=torch.int64, device=words.device)
+    num_tokens = end_token - first_token
+    sums = torch.empty(num_tokens, num_heads, dtype=torch.int64, device=words.device)
     if not sums.numel():
         return sums
     keys = word_keys(first_layer, num_layers * parts, num_words, words.device)
@@ -61,7 +63,7 @@ def kv_checksums(
         keys,
         position_keys(first_token, end_token, words.device),
         sums,
-        end_token - first_token,
+        num_tokens,
         words.stride(0),
         words.stride(1),
         H=num_heads,

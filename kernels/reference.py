@@ -340,32 +340,31 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float) -> T
 def kv_checksums(
     kv_cache: Tensor, block_ids: Tensor, first_token: int, end_token: int, first_layer: int = 0
 ) -> Tensor:
-    """A 64-bit checksum of each head of some blocks: sum of word x key(layer, part, word) x
+    """A 64-bit checksum of each token and head: sum of word x key(layer, part, word), times
     key(position), modulo 2^64, all keys odd, words of 32 bits.
 
-    A word that differs in one token always shows. Equal KV has equal sums wherever it lies; the
-    sums of blocks of 16 add up to those of blocks of 64, and those of ranges of layers to those of
-    all layers.
+    A word that differs always shows. Equal KV has equal sums wherever it lies, and the sums of
+    ranges of layers add up to those of all layers.
 
     Args:
         kv_cache: `[num_blocks, H_kv, L, 2, block_size, D]`, a block contiguous; D x itemsize is a
             multiple of 4.
         block_ids: `[n]` int64; block i holds tokens from `first_token + i * block_size` on.
-        end_token: tokens from here on are not counted.
+        end_token: tokens from here on are not counted; it lies in the last block.
         first_layer: the cache's first layer among the model's.
 
     Returns:
-        `[n, H_kv]` int64.
+        `[end_token - first_token, H_kv]` int64.
     """
     words = kv_cache.view(torch.int32)
     _, num_heads, num_layers, parts, block_size, num_words = words.shape
     keys = word_keys(first_layer, num_layers * parts, num_words, words.device)
     keys = keys.view(num_layers, parts, 1, num_words)
     tokens = position_keys(first_token, end_token, words.device)
-    sums = torch.zeros(len(block_ids), num_heads, dtype=torch.int64, device=words.device)
+    sums = torch.empty(len(tokens), num_heads, dtype=torch.int64, device=words.device)
     for index, block in enumerate(block_ids.tolist()):
-        own = tokens[index * block_size : (index + 1) * block_size]
+        own = slice(index * block_size, (index + 1) * block_size)
         # [H, L, 2, counted slots, W], as unsigned
-        counted = words[block, :, :, :, : len(own)].long() & 0xFFFFFFFF
-        sums[index] = ((counted * keys).sum((1, 2, 4)) * own).sum(1)
+        counted = words[block, :, :, :, : len(tokens[own])].long() & 0xFFFFFFFF
+        sums[own] = ((counted * keys).sum((1, 2, 4)) * tokens[own]).T
     return sums

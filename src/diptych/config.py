@@ -182,9 +182,7 @@ class WorkerConfig:
     kv_lease_s: float = _flag(
         30.0, "seconds that prefill keeps KV after the last sign of the worker that reads it"
     )
-    verify_kv: bool = _flag(
-        True, "compare checksums of KV that came from another worker, where it lies in host memory"
-    )
+    verify_kv: bool = _flag(True, "compare checksums of KV that came straight from another worker")
 
     def __post_init__(self) -> None:
         check_one_of("handoff", self.handoff, HANDOFFS)

@@ -15,13 +15,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from diptych.connectors.direct_attempt import TakenPrompt
-from diptych.connectors.direct_checksums import HostChecksums
 from diptych.connectors.direct_given import GivenPrompt, GivenPrompts
 from diptych.connectors.direct_messages import TO_DECODE, HandoffMessage
 from diptych.connectors.direct_reports import DirectReports
 from diptych.connectors.direct_settings import DirectSettings
 from diptych.connectors.direct_taken import TakenPrompts
 from diptych.connectors.handoff import Event
+from diptych.connectors.kv_checksums import HostChecksums
 from diptych.connectors.peer_reads import RangeRead, RangeResult
 from diptych.connectors.plan_geometry import PoolGeometry, Span
 from diptych.connectors.transports.base import ReadFailure, ReadState

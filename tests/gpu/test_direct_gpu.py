@@ -6,7 +6,10 @@ import importlib.util
 from pathlib import Path
 
 import pytest
+import torch
 
+from diptych.connectors.kv_checksums import HostChecksums, TorchChecksums
+from diptych.connectors.plan_geometry import PoolGeometry, Span
 from diptych.connectors.transports.nixl import PACKAGES
 from tests.connectors.direct_pair import PREFILL, running_pair
 from tests.engine.make_requests import make_request
@@ -40,3 +43,57 @@ async def test_the_answer_is_that_of_one_engine(tmp_path: Path, transport: str) 
         assert pair.decode.links[PREFILL].transport == transport
         assert pair.decode.client.stats.prompt_tokens_local_compute == computed
         await pair.all_free()
+
+
+@pytest.mark.parametrize("verify", [True, False], ids=["verified", "not verified"])
+@pytest.mark.parametrize("reader", ["cuda", "cpu"])
+async def test_checksums_of_a_gpu_pool_are_what_the_reader_finds(
+    tmp_path: Path, reader: str, verify: bool
+) -> None:
+    """With a CPU as the reader, too: both take the same checksums, of unlike blocks."""
+    ours = {"transports": "tcp", "verify_kv": verify}
+    prefill = {**GPU, **ours, "block_size": 16}
+    decode = {**ours, "block_size": 32}
+    decode |= GPU if reader == "cuda" else {}
+    async with running_pair(
+        make_tiny_model(tmp_path / "model"), prefill=prefill, decode=decode
+    ) as pair:
+        for name in ("r", "again"):
+            await pair.submit(name, PROMPT, **SAMPLING)
+            await pair.ended(name)
+            assert not pair.decode.failures
+            assert pair.prefill.commits[name].num_tokens == len(PROMPT)
+        await pair.all_free()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn], ids=str)
+def test_checksums_on_the_device_are_those_of_the_host(dtype: torch.dtype) -> None:
+    """While the device is busy with something else; and a flipped byte shows in its block."""
+    torch.manual_seed(0)
+    pool = torch.randn(20, 8, 4, 2, 64, 128).to(dtype).cuda()
+    geometry = PoolGeometry(
+        num_blocks=20,
+        block_size=64,
+        heads=Span(0, 8),
+        layers=Span(0, 4),
+        atom_bytes=128 * pool.element_size(),
+    )
+    block_ids = torch.randperm(20)[:9].tolist()
+    checksums = TorchChecksums(pool, geometry)
+    busy = torch.randn(4096, 4096, device="cuda")
+    for _ in range(50):
+        busy = busy @ busy * 1e-4
+    pending = [checksums.begin(block_ids, start, 64 * 8 + 17, 32) for start in (0, 96)]
+
+    def on_host() -> list[int]:
+        array = pool.cpu().view(torch.uint8).reshape(-1).numpy()
+        return HostChecksums(array, geometry).begin(block_ids, 0, 64 * 8 + 17, 32)()
+
+    expected = on_host()
+    assert pending[0]() == expected
+    assert pending[1]() == expected[3:]
+    pool.view(torch.uint8)[block_ids[4], 3, 1, 1, 40, 77] ^= 1
+    torch.cuda.synchronize()
+    changed = checksums.begin(block_ids, 0, 64 * 8 + 17, 32)()
+    assert [a == b for a, b in zip(changed, expected, strict=True)] == [i != 9 for i in range(17)]
+    assert changed == on_host()

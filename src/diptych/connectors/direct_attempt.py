@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from diptych.connectors.direct_messages import HandoffMessage
 from diptych.connectors.handoff_machines import Decode, Shape
+from diptych.connectors.kv_checksums import PendingChecksums
 
 NO_END = 1 << 30
 
@@ -25,7 +26,8 @@ class TakenPrompt:
 @dataclass(slots=True, eq=False)
 class ReadRange:
     """Tokens that one announcement brought. `here` once all of it has arrived, with checksums of
-    prefill's blocks in it that were read; `ended` once nothing writes for it any more."""
+    prefill's blocks in it that were read, from `first_block` on; `ended` once nothing writes for it
+    any more."""
 
     start: int
     end: int
@@ -34,7 +36,7 @@ class ReadRange:
     here: bool = False
     ended: bool = False
     first_block: int = 0
-    checksums: list[int] = field(default_factory=list)
+    checksums: PendingChecksums | None = None
 
 
 @dataclass(slots=True, eq=False)

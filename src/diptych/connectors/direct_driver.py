@@ -18,12 +18,12 @@ from uuid import uuid4
 
 from diptych.connectors.base import KVLayout
 from diptych.connectors.direct_attempt import TakenPrompt
-from diptych.connectors.direct_checksums import HostChecksums
 from diptych.connectors.direct_given import GivenPrompt, GivenPrompts
 from diptych.connectors.direct_messages import TO_DECODE, HandoffMessage
 from diptych.connectors.direct_reports import DirectReports
 from diptych.connectors.direct_settings import DirectSettings
 from diptych.connectors.direct_taken import TakenPrompts
+from diptych.connectors.kv_checksums import Checksums
 from diptych.connectors.peer_reads import (
     PeerReads,
     RankCard,
@@ -56,12 +56,14 @@ class DirectDriver:
         memory: HostMemory | DeviceMemory,
         layout: KVLayout,
         *,
+        checksums: Checksums | None = None,
         reads_peers: bool = True,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         """Opens the transports, and serves the pool to whoever has its cards.
 
         Args:
+            checksums: of the pool; None compares nothing.
             reads_peers: whether peers are met as soon as they are known, to be read.
 
         Raises:
@@ -91,9 +93,6 @@ class DirectDriver:
         )
         self._endpoint = self._transfer.start()
         self._reads = PeerReads(self._transfer, self._geometry, "")
-        checksums = None
-        if settings.verify_kv and isinstance(memory, HostMemory):
-            checksums = HostChecksums(memory.array, self._geometry)
         self._given = GivenPrompts(
             settings,
             self.reports,

@@ -11,13 +11,13 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from diptych.connectors.direct_checksums import Checksums
 from diptych.connectors.direct_messages import HandoffMessage
 from diptych.connectors.direct_reports import DirectReports
 from diptych.connectors.direct_settings import NAME, DirectSettings
 from diptych.connectors.handoff import ANNOUNCEMENTS, RULES, Event, State
 from diptych.connectors.handoff_machines import DECODE, PREFILL, Message, Prefill, Shape
 from diptych.connectors.handoff_prefill import step_prefill
+from diptych.connectors.kv_checksums import Checksums, PendingChecksums
 from diptych.engine.request import KVCommit
 
 _log = logging.getLogger(__name__)
@@ -52,6 +52,7 @@ class _Given:
     block_ids: list[int] = field(default_factory=list)
     token_id: int = -1
     num_cached_tokens: int = 0
+    pending: list[PendingChecksums] = field(default_factory=list)
     checksums: list[int] = field(default_factory=list)
     owed: bool = False
     last: HandoffMessage | None = None
@@ -211,13 +212,12 @@ class GivenPrompts:
     # --- inside
 
     def _extend(self, entry: _Given, num_tokens: int, block_ids: Sequence[int]) -> None:
-        size = self._block_size
-        count = -(-num_tokens // size)
-        entry.block_ids = list(block_ids[:count])
-        if self._checksums is not None:
-            for index in range(len(entry.checksums), count):
-                end = min(num_tokens, (index + 1) * size)
-                entry.checksums.append(self._checksums.of(entry.block_ids, index * size, end))
+        """Its KV is in the cache up to here: a whole number of blocks but at the end."""
+        size, start = self._block_size, entry.num_tokens
+        entry.block_ids = list(block_ids[: -(-num_tokens // size)])
+        if self._checksums is not None and num_tokens > start:
+            sums = self._checksums.begin(entry.block_ids, start, num_tokens, size)
+            entry.pending.append(sums)
         entry.num_tokens = num_tokens
 
     def _step(self, entry: _Given, event: Event, message: Message | None = None) -> None:
@@ -238,6 +238,10 @@ class GivenPrompts:
             self._send(entry.prompt.peer, wire)
             return
         commits = out.kind is Event.COMMIT
+        if commits:
+            for sums in entry.pending:
+                entry.checksums += sums()
+            entry.pending.clear()
         entry.last = HandoffMessage(
             kind=out.kind,
             request_id=request_id,

@@ -23,8 +23,7 @@ class DirectSettings:
         transports: names in order of preference, comma-separated, or `auto`.
         host, tcp_port, grpc_port, advertised_host: where readers are served (0: a free port).
         tls_certificate, tls_key, tls_authority: PEM files; with them nothing travels in the clear.
-        verify_kv: compare checksums of all blocks before the KV is used, where pools are in host
-            memory.
+        verify_kv: compare checksums of all blocks before the KV is used.
         repeat_s: between repetitions of what was not confirmed.
         lease_s: prefill keeps announced blocks for so long after the last sign of its reader.
         reserve_s: decode waits for so long for room, once the KV is announced.

@@ -13,7 +13,6 @@ from typing import Protocol
 
 from diptych.connectors.base import HandedOver
 from diptych.connectors.direct_attempt import ReadRange, Taken, TakenPrompt
-from diptych.connectors.direct_checksums import Checksums
 from diptych.connectors.direct_messages import HandoffMessage
 from diptych.connectors.direct_reports import DirectReports
 from diptych.connectors.direct_settings import DirectSettings
@@ -21,6 +20,7 @@ from diptych.connectors.direct_times import HandoffTimes
 from diptych.connectors.handoff import ANNOUNCEMENTS, RULES, Event, State
 from diptych.connectors.handoff_decode import step_decode
 from diptych.connectors.handoff_machines import DECODE, PREFILL, Decode, Message
+from diptych.connectors.kv_checksums import Checksums
 from diptych.connectors.peer_reads import RangeRead, RangeResult
 from diptych.connectors.plan import BlockTable
 from diptych.connectors.transports.base import ReadState
@@ -345,16 +345,17 @@ class TakenPrompts:
         if self._checksums is None or not size:
             return
         part.first_block = -(-max(part.start, entry.local_tokens) // size)
-        for index in range(part.first_block, -(-part.end // size)):
-            end = min(part.end, (index + 1) * size)
-            part.checksums.append(self._checksums.of(entry.block_ids, index * size, end))
+        start = part.first_block * size
+        if start < part.end:
+            part.checksums = self._checksums.begin(entry.block_ids, start, part.end, size)
 
     def _is_right(self, entry: Taken, commit: HandoffMessage) -> bool:
         """Whether what arrived is what prefill had; True where either side does not verify."""
-        given = commit.checksums
-        for part in entry.ranges if given else ():
-            first, end = part.first_block, part.first_block + len(part.checksums)
-            if given[first:end] != part.checksums:
+        for part in entry.ranges if commit.checksums else ():
+            if part.checksums is None:
+                continue
+            ours, first = part.checksums(), part.first_block
+            if commit.checksums[first : first + len(ours)] != ours:
                 return False
         return True
 

@@ -13,6 +13,8 @@ from diptych.connectors.base import (
 from diptych.connectors.direct_driver import DirectDriver
 from diptych.connectors.direct_scheduler import DirectMetadata
 from diptych.connectors.direct_settings import DirectSettings
+from diptych.connectors.kv_checksums import checksums_of
+from diptych.connectors.peer_reads import geometry_of
 from diptych.connectors.transports.memory import memory_of
 
 if TYPE_CHECKING:
@@ -44,7 +46,16 @@ class DirectWorker(KVConnectorWorker):
 
     def register_kv_caches(self, kv_cache: Tensor, layout: KVLayout) -> None:
         memory = memory_of(kv_cache, layout.memfd)
-        self._driver = DirectDriver(self._settings, memory, layout, reads_peers=self._reads_peers)
+        checksums = None
+        if self._settings.verify_kv:
+            checksums = checksums_of(kv_cache, geometry_of(layout))
+        self._driver = DirectDriver(
+            self._settings,
+            memory,
+            layout,
+            checksums=checksums,
+            reads_peers=self._reads_peers,
+        )
         if self._other is not None:
             self._other.register_kv_caches(kv_cache, layout)
 
