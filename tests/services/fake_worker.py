@@ -26,6 +26,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         self.worker_id, self.role, self.script, self.model = worker_id, role, script, model
         self.life = 1
         self.submits: list[worker_pb2.SubmitRequest] = []
+        self.num_asked = 0  # for its state
         self.cancels: list[tuple[str, int]] = []
         self.refuse: grpc.StatusCode | None = None
         self.pause_at: int | None = None  # position before which every request waits
@@ -91,6 +92,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
     _breaks = 0
 
     async def GetInfo(self, request: Any, context: Any) -> worker_pb2.WorkerInfo:
+        self.num_asked += 1
         return worker_pb2.WorkerInfo(
             worker_id=self.worker_id,
             incarnation=f"{self.worker_id}-{self.life}",

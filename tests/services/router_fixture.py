@@ -20,7 +20,8 @@ from tests.services.fake_worker import FakeWorker
 from tests.tiny_models import TURN_END, make_tiny_model
 
 ANSWER = "The capital of France is Paris, they said."
-TIMES = LinkTimes(poll_s=0.2, call_s=2.0, submit_s=2.0, resume_s=0.2, silence_s=2.0)
+# calls wait long: in a process that gets no time to run, every answer is late
+TIMES = LinkTimes(poll_s=0.2, call_s=60.0, submit_s=60.0, resume_s=0.2, silence_s=60.0)
 
 
 def tiny_script(path: Path, text: str = ANSWER) -> list[int]:
@@ -68,6 +69,7 @@ async def running_router(
     workers: Sequence[FakeWorker],
     *,
     dispatch_times: DispatchTimes | None = None,
+    link_times: LinkTimes = TIMES,
     wait_ready: bool = True,
     **settings: Any,
 ) -> AsyncIterator[Running]:
@@ -80,7 +82,7 @@ async def running_router(
                 _replace(config, settings),
                 RedisConfig(),
                 EngineConfig(model=str(model), served_model_name="tiny"),
-                link_times=TIMES,
+                link_times=link_times,
                 dispatch_times=dispatch_times,
             )
         )
@@ -110,7 +112,7 @@ def _replace(config: RouterConfig, settings: dict[str, Any]) -> RouterConfig:
     return dataclasses.replace(config, **settings)
 
 
-async def until(holds: Any, timeout_s: float = 10.0) -> None:
+async def until(holds: Any, timeout_s: float = 60.0) -> None:
     """Wait until `holds()` (plain or async) is true."""
     async with asyncio.timeout(timeout_s):
         while True:

@@ -21,11 +21,14 @@ from diptych.services.kvstore.heat import HeatMap
 from tests.services.test_kvstore import Node, control, key, running_node
 
 
-def until(condition: Callable[[], bool], timeout_s: float = 15.0) -> None:
+def until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.02)
+
+
+LIVENESS_S = 4.0  # more than a live node gets no time to run
 
 
 class World:
@@ -38,11 +41,11 @@ class World:
             "redis": url,
             "registry_prefix": os.urandom(4).hex(),
             "heartbeat_s": 0.1,
-            "liveness_s": 1.0,
+            "liveness_s": LIVENESS_S,
         }
         self.nodes: dict[str, Node] = {}
         self.members = RegistryNodes(RedisConfig(**self.redis))  # type: ignore[arg-type]
-        self.store = StoreCluster(self.members, timeout_s=5.0, call_timeout_s=1.0)
+        self.store = StoreCluster(self.members, timeout_s=60.0, call_timeout_s=60.0)
         stack.callback(self.store.close)
 
     def start(self, name: str, **settings: object) -> Node:
@@ -197,7 +200,7 @@ def test_redis_lost_and_empty_again_changes_no_answer(tmp_path: Path) -> None:
         with EmbeddedRedis() as url:  # it has lost all it held
             link.unlink()
             link.symlink_to(url.removeprefix("unix://"))
-            time.sleep(1.5)
+            time.sleep(LIVENESS_S + 0.5)
             assert set(world.members.nodes()) == {"a", "b"}
             assert world.get(list(objects)) == objects
 
@@ -228,7 +231,7 @@ def test_a_hot_object_is_copied_and_outlives_its_owner(world: World) -> None:
         assert world.get([name]) == objects
         return stored(world.nodes["a"]) + stored(world.nodes["b"]) == 2
 
-    until(read_and_copied, timeout_s=30.0)
+    until(read_and_copied)
     world.kill(owner(name, ["a", "b"]))
     assert world.get([name]) == objects
 

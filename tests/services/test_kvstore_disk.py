@@ -10,14 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from diptych.connectors.store_client import StoreClient
 from diptych.connectors.store_results import Outcome
 from diptych.errors import ConfigError
 from diptych.proto import kvstore_pb2 as pb
 from diptych.services.kvstore.disk_files import DIRECT_BYTES, FileInfo, ObjectFiles, rounded
 from diptych.services.kvstore.disk_index import DiskIndex
 from diptych.services.kvstore.frequency import FrequencySketch
-from tests.services.test_kvstore import MIB, Node, control, get, key, put, running_node
+from tests.services.test_kvstore import MIB, Node, control, get, key, patient, put, running_node
 
 PAGE = 4096
 
@@ -44,7 +43,7 @@ def info_of(data: bytes, name: bytes | None = None, tenant: str = "") -> FileInf
     return FileInfo(name or key(), len(data), xxhash.xxh3_64_intdigest(data), tenant, 0.0)
 
 
-def until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
+def until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline
@@ -149,7 +148,7 @@ def test_the_sketch_counts_and_ages() -> None:
 
 def test_what_memory_evicted_comes_back_from_disk(tmp_path: Path) -> None:
     with running_node(pool_bytes=4 * MIB, ssd_path=str(tmp_path), ssd_min_uses=1) as node:
-        client = StoreClient(node.address)
+        client = patient(node.address)
         objects = {key(): os.urandom(MIB // 2) for _ in range(20)}
         for number, (name, data) in enumerate(objects.items(), 1):
             put(client, {name: data})
@@ -167,7 +166,7 @@ def test_what_memory_evicted_comes_back_from_disk(tmp_path: Path) -> None:
 
 def test_only_what_is_used_again_goes_to_disk(tmp_path: Path) -> None:
     with running_node(ssd_path=str(tmp_path)) as node:
-        client = StoreClient(node.address)
+        client = patient(node.address)
         once, twice = key(), key()
         put(client, {once: b"a" * 100, twice: b"b" * 100})
         get(client, [twice])
@@ -181,7 +180,7 @@ def test_only_what_is_used_again_goes_to_disk(tmp_path: Path) -> None:
 def test_a_killed_node_comes_back_with_its_files_and_its_name(tmp_path: Path) -> None:
     objects = {key(): os.urandom(50_000) for _ in range(10)}
     with running_node(ssd_path=str(tmp_path), ssd_min_uses=1) as node:
-        client = StoreClient(node.address)
+        client = patient(node.address)
         put(client, objects)
         until(lambda: num_on_disk(node) == 10)
         name = control(node).GetNode(pb.GetNodeRequest()).node_id
@@ -192,7 +191,7 @@ def test_a_killed_node_comes_back_with_its_files_and_its_name(tmp_path: Path) ->
     half_written.mkdir(exist_ok=True)
     (half_written / ".half").write_bytes(b"torn")
     with running_node(ssd_path=str(tmp_path)) as node:
-        client = StoreClient(node.address)
+        client = patient(node.address)
         until(lambda: num_on_disk(node) == 10)
         assert control(node).GetNode(pb.GetNodeRequest()).node_id == name
         results, taken = get(client, list(objects))
@@ -205,7 +204,7 @@ def test_a_killed_node_comes_back_with_its_files_and_its_name(tmp_path: Path) ->
 def test_a_flipped_byte_on_disk_is_a_miss_and_the_file_goes(tmp_path: Path) -> None:
     name, other = key(), key()
     with running_node(ssd_path=str(tmp_path), ssd_min_uses=1) as node:
-        client = StoreClient(node.address)
+        client = patient(node.address)
         put(client, {name: os.urandom(10_000), other: b"whole"})
         until(lambda: num_on_disk(node) == 2)
         client.close()
@@ -214,7 +213,7 @@ def test_a_flipped_byte_on_disk_is_a_miss_and_the_file_goes(tmp_path: Path) -> N
     raw[PAGE + 77] ^= 4
     path.write_bytes(raw)
     with running_node(ssd_path=str(tmp_path)) as node:
-        client = StoreClient(node.address)
+        client = patient(node.address)
         until(lambda: num_on_disk(node) == 2)
         results, _ = get(client, [name, other])
         assert [r.outcome for r in results] == [Outcome.NOT_FOUND, Outcome.OK]
@@ -227,7 +226,7 @@ def test_a_flipped_byte_on_disk_is_a_miss_and_the_file_goes(tmp_path: Path) -> N
 def test_a_full_disk_costs_only_the_disk_tier(tmp_path: Path) -> None:
     with running_node(ssd_path=str(tmp_path), ssd_min_uses=1) as node:
         resource.prlimit(node.process.pid, resource.RLIMIT_FSIZE, (PAGE, resource.RLIM_INFINITY))
-        client = StoreClient(node.address)
+        client = patient(node.address)
         data = os.urandom(100_000)
         name = key()
         assert put(client, {name: data})[0].outcome is Outcome.OK

@@ -41,6 +41,12 @@ def workers(script: list[int], role: int, count: int = 1) -> list[FakeWorker]:
     return made
 
 
+async def asked_again(worker: FakeWorker) -> None:
+    """Until the router knows the worker's state of now: when it asks anew, it has heard."""
+    wanted = worker.num_asked + 3
+    await until(lambda: worker.num_asked >= wanted)
+
+
 def is_whole(submit: worker_pb2.SubmitRequest) -> bool:
     """Whether one worker alone is to do all that is left."""
     return not (
@@ -104,8 +110,9 @@ async def test_a_prefill_that_dies_after_token_1_leaves_the_rest_to_decode(
     prefill.commits = False
     decode.pause_at = 1
     async with running_router(model, [prefill, decode], handoff="direct") as router:
-        reading = asyncio.create_task(read_stream(router))
-        await until(lambda: prefill._frames and decode.submits)
+        heard: list[int] = []
+        reading = asyncio.create_task(read_stream(router, heard=heard))
+        await until(lambda: heard and decode.submits)
         await prefill.die()
         await until(lambda: len(decode.submits) == 2)
         decode.resume.set()
@@ -122,8 +129,9 @@ async def test_a_prefill_that_dies_after_token_1_is_replaced_where_there_is_anot
         worker.commits = False
     decode.pause_at = 1
     async with running_router(model, [*prefills, decode], handoff="direct") as router:
-        reading = asyncio.create_task(read_stream(router))
-        await until(lambda: any(p._frames for p in prefills) and decode.submits)
+        heard: list[int] = []
+        reading = asyncio.create_task(read_stream(router, heard=heard))
+        await until(lambda: heard and decode.submits)
         first, second = sorted(prefills, key=lambda p: not p.submits)
         await first.die()
         await until(lambda: len(decode.submits) == 2)
@@ -267,7 +275,7 @@ async def test_auto_goes_through_the_store_until_a_link_is_tested(
         assert decode.submits[0].HasField("handoff_in")
         assert await router.metric('diptych:handoffs_declined_total{reason="no link"}') == 1
         decode.reads = [prefill]
-        await asyncio.sleep(0.5)  # the router asks for its state
+        await asked_again(decode)
         assert await read_stream(router) == (ANSWER, script, [])
         assert decode.submits[1].handoff_peer.incarnation == "p1-1"
 
@@ -292,9 +300,9 @@ async def test_a_decode_worker_without_a_link_is_told_again(model: Path, script:
             await until(lambda: decode.peers == ["p1-1"])
             decode.peers = []
         decode.reads = [prefill]
-        await asyncio.sleep(0.5)  # the router asks for its state
+        await asked_again(decode)
         decode.peers = []
-        await asyncio.sleep(0.5)
+        await asked_again(decode)
         assert decode.peers == []
 
 

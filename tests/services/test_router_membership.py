@@ -59,7 +59,7 @@ async def announced(registry: Registry, worker: FakeWorker) -> AsyncIterator[Fak
 
 async def test_links_follow_the_registry(url: str) -> None:
     config = RedisConfig(
-        redis=url, registry_prefix=os.urandom(4).hex(), heartbeat_s=0.05, liveness_s=0.4
+        redis=url, registry_prefix=os.urandom(4).hex(), heartbeat_s=0.05, liveness_s=60.0
     )
     registry, members = Registry(config), make_members()
     async with (

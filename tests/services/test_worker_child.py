@@ -44,7 +44,7 @@ main.EngineCoreClient = Client
 port, admin_port, model = sys.argv[1:]
 main.run(
     "aggregated",
-    WorkerConfig(port=int(port), admin_port=int(admin_port), drain_s=5.0, worker_id="w"),
+    WorkerConfig(port=int(port), admin_port=int(admin_port), drain_s=60.0, worker_id="w"),
     EngineConfig(model=model, max_num_seqs=4),
     RedisConfig(),
 )
@@ -66,7 +66,7 @@ class Child:
         return int(child)
 
     async def until_ready(self) -> None:
-        async with asyncio.timeout(30), aiohttp.ClientSession(self.admin) as http:
+        async with asyncio.timeout(60), aiohttp.ClientSession(self.admin) as http:
             while True:
                 with contextlib.suppress(aiohttp.ClientConnectionError):
                     async with http.get("/readyz") as answer:
@@ -86,7 +86,7 @@ class Child:
         )
 
     async def until_metric(self, name: str, value: float) -> None:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             while await self.metric(name) != value:
                 await asyncio.sleep(0.02)
 
@@ -115,7 +115,7 @@ async def running(tmp_path: Path) -> AsyncIterator[Child]:
 async def router_of(child: Child) -> AsyncIterator[FakeRouter]:
     async with open_channel(child.address) as channel:
         router = FakeRouter(channel)
-        info = await router.stub.GetInfo(worker_pb2.GetInfoRequest(), timeout=5)
+        info = await router.stub.GetInfo(worker_pb2.GetInfoRequest(), timeout=60)
         router.worker = info.incarnation
         await router.open()
         yield router
@@ -139,7 +139,7 @@ async def read_tokens(router: FakeRouter, **counts: int) -> dict[str, list[int]]
 
 
 async def exit_of(child: Child) -> tuple[int | None, str]:
-    _, stderr = await asyncio.wait_for(child.process.communicate(), 15)
+    _, stderr = await asyncio.wait_for(child.process.communicate(), 60)
     return child.process.returncode, stderr.decode()
 
 
@@ -193,6 +193,6 @@ async def test_an_engine_does_not_outlive_its_service(tmp_path: Path) -> None:
         engine = child.engine_pid
         child.process.kill()
         await child.process.wait()
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while not is_gone(engine):
                 await asyncio.sleep(0.05)

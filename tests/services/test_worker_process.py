@@ -80,13 +80,13 @@ class Worker:
 
     async def until_ready(self) -> None:
         self.loaded.set()
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             while (await self.probe("/readyz"))[0] != 200:
                 assert not self.task.done(), self.task.exception()
                 await asyncio.sleep(0.02)
 
     async def until_unready_for(self, reason: str) -> None:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             while True:
                 status, text = await self.probe("/readyz")
                 if status == 503 and reason in text:
@@ -101,7 +101,7 @@ async def running(model: Path, role: str = "aggregated", **more: Any) -> AsyncIt
         yield worker
     finally:
         worker.stop.set()
-        await asyncio.wait_for(asyncio.gather(worker.task, return_exceptions=True), 10)
+        await asyncio.wait_for(asyncio.gather(worker.task, return_exceptions=True), 60)
 
 
 async def test_a_worker_is_ready_when_its_engine_is(model: Path) -> None:
@@ -110,7 +110,7 @@ async def test_a_worker_is_ready_when_its_engine_is(model: Path) -> None:
         assert (await worker.probe("/livez"))[0] == 200
         await worker.until_ready()
         async with open_channel(worker.address) as channel:
-            info = await FakeRouter(channel).stub.GetInfo(worker_pb2.GetInfoRequest(), timeout=5)
+            info = await FakeRouter(channel).stub.GetInfo(worker_pb2.GetInfoRequest(), timeout=60)
         assert (info.worker_id, info.model, info.address) == ("w", "mine", worker.address)
         metrics = (await worker.probe("/metrics"))[1]
         labels = 'engine="w",model_name="mine"'
@@ -126,7 +126,7 @@ async def test_a_stop_drains_what_runs_then_ends_cleanly(model: Path) -> None:
         await worker.until_ready()
         async with open_channel(worker.address) as channel:
             router = FakeRouter(channel)
-            info = await router.stub.GetInfo(worker_pb2.GetInfoRequest(), timeout=5)
+            info = await router.stub.GetInfo(worker_pb2.GetInfoRequest(), timeout=60)
             router.worker = info.incarnation
             await router.open()
             await router.submit("a")
@@ -136,7 +136,7 @@ async def test_a_stop_drains_what_runs_then_ends_cleanly(model: Path) -> None:
             assert not worker.task.done()
             worker.engine.emit("a#1", 0, [7], FinishReason.STOP)
             await router.read()
-            await asyncio.wait_for(worker.task, 5)
+            await asyncio.wait_for(worker.task, 60)
     assert not worker.engine.aborted
 
 
@@ -145,12 +145,12 @@ async def test_a_drain_gives_up_at_its_deadline(model: Path) -> None:
         await worker.until_ready()
         async with open_channel(worker.address) as channel:
             router = FakeRouter(channel)
-            info = await router.stub.GetInfo(worker_pb2.GetInfoRequest(), timeout=5)
+            info = await router.stub.GetInfo(worker_pb2.GetInfoRequest(), timeout=60)
             router.worker = info.incarnation
             await router.open()
             await router.submit("a")
             worker.stop.set()
-            await asyncio.wait_for(worker.task, 5)
+            await asyncio.wait_for(worker.task, 60)
     assert worker.engine.aborted == ["a#1"]
 
 
@@ -158,7 +158,7 @@ async def test_a_stop_while_loading_ends_at_once(model: Path) -> None:
     async with running(model) as worker:
         await worker.until_unready_for("loading")
         worker.stop.set()
-        await asyncio.wait_for(worker.task, 5)
+        await asyncio.wait_for(worker.task, 60)
 
 
 async def test_a_dead_engine_ends_the_process_with_its_error(model: Path) -> None:
@@ -166,7 +166,7 @@ async def test_a_dead_engine_ends_the_process_with_its_error(model: Path) -> Non
         await worker.until_ready()
         worker.engine.end(EngineDeadError("the engine process ended with code -9"))
         with pytest.raises(EngineDeadError, match="code -9"):
-            await asyncio.wait_for(worker.task, 5)
+            await asyncio.wait_for(worker.task, 60)
 
 
 async def never_started(config: EngineConfig) -> FakeEngine:
@@ -220,7 +220,7 @@ async def test_a_model_that_cannot_be_had_says_why() -> None:
 async def test_a_split_worker_needs_a_store_or_a_registry(model: Path) -> None:
     async with running(model, "decode") as worker:
         with pytest.raises(ConfigError, match="kvstore"):
-            await asyncio.wait_for(asyncio.shield(worker.task), 5)
+            await asyncio.wait_for(asyncio.shield(worker.task), 60)
 
 
 async def test_the_store_of_a_split_worker_is_the_configured_one(model: Path) -> None:
@@ -261,7 +261,7 @@ async def test_a_split_worker_waits_for_a_store_then_registers_and_leaves(
         assert (record.role, record.address, record.model) == ("decode", worker.address, "tiny")
         assert record.admin_address == f"127.0.0.1:{worker.config.admin_port}"
         worker.stop.set()
-        await asyncio.wait_for(worker.task, 5)
+        await asyncio.wait_for(worker.task, 60)
         assert (await registry.members(WorkerRecord)).records == {}
     await registry.close()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +17,8 @@ from diptych.engine.request import FinishReason, KVCommit, KVObject
 from diptych.proto import common_pb2, worker_pb2
 from diptych.rpc import error_from_rpc, open_channel
 from diptych.wire import commit_to_proto
-from tests.services.worker_fakes import FakeRouter, router_of, serve, until
+from diptych.worker.stream_state import PairState
+from tests.services.worker_fakes import FakeRouter, SteppedClock, router_of, serve, until
 
 pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("one_event_loop")]
 
@@ -127,7 +129,7 @@ async def test_a_bad_ticket_is_a_failed_precondition(
     async with serve(keys=keys) as worker, router_of(worker, keys=keys) as router:
         request = router.request("a")
         spoil(request.ticket)
-        caught = await error_of(router.stub.Submit(request, timeout=5))
+        caught = await error_of(router.stub.Submit(request, timeout=60))
         assert isinstance(caught, errors.StaleTicketError)
         assert caught.grpc_status == "FAILED_PRECONDITION"
         assert not worker.engine.requests
@@ -136,8 +138,8 @@ async def test_a_bad_ticket_is_a_failed_precondition(
 async def test_a_repeated_ticket_is_told_that_it_was_accepted() -> None:
     async with serve() as worker, router_of(worker) as router:
         request = router.request("a")
-        await router.stub.Submit(request, timeout=5)
-        caught = await error_of(router.stub.Submit(request, timeout=5))
+        await router.stub.Submit(request, timeout=60)
+        caught = await error_of(router.stub.Submit(request, timeout=60))
         assert isinstance(caught, errors.DuplicateRequestError)
         assert list(worker.engine.requests) == ["a#1"]
 
@@ -184,12 +186,14 @@ async def test_a_higher_epoch_replaces_the_older_attempt() -> None:
 
 
 async def test_a_request_that_waits_past_its_tickets_time_ends_with_an_error() -> None:
-    async with serve() as worker, router_of(worker) as router:
-        await router.submit("a", ttl_ms=50)
-        await router.submit("b", ttl_ms=50)
-        await router.submit("c", ttl_ms=60_000)
+    clock = SteppedClock()
+    async with serve(clock=clock) as worker, router_of(worker) as router:
+        await router.submit("a", ttl_ms=600_000)
+        await router.submit("b", ttl_ms=600_000)
+        await router.submit("c", ttl_ms=3_600_000)
         worker.engine.emit("b#1", 0, [7])
         assert list((await router.read()).request_ids) == ["b"]
+        clock.ahead_s = 601.0
         frame = await router.read()
         assert list(frame.request_ids) == ["a"]
         assert list(frame.finish_reasons) == [FinishReason.ERROR]
@@ -203,10 +207,11 @@ async def test_a_stream_that_breaks_resumes_with_what_was_missed() -> None:
         worker.engine.emit("a#1", 0, [7])
         await router.read()
         router.call.cancel()
-        await asyncio.sleep(0.1)
+        (pair,) = worker.servicer._hub._pairs.values()
+        await until(lambda: pair.state.state is PairState.DETACHED)
         worker.engine.emit("a#1", 1, [8])
         worker.engine.emit("a#1", 2, [9])
-        await asyncio.sleep(0.1)
+        await until(lambda: pair.state._num_pending == 2)
         answer = await router.open()
         assert (answer.sequence, answer.gap) == (1, False)
         frame = await router.read()
@@ -218,9 +223,9 @@ async def test_requests_of_a_gone_router_are_aborted_after_its_grace() -> None:
     async with serve(grace_s=0.5) as worker, router_of(worker) as router:
         await router.submit("a")
         router.call.cancel()
-        await asyncio.sleep(0.1)
-        assert not worker.engine.aborted
+        began = time.monotonic()
         await until(lambda: worker.engine.aborted == ["a#1"])
+        assert time.monotonic() - began >= 0.4, "it had time to come back"
         assert (await router.open()).gap
         await router.submit("a", 2)
 
@@ -237,7 +242,7 @@ async def test_a_second_stream_ends_the_first() -> None:
     async with serve() as worker, router_of(worker) as router:
         first = router.call
         await router.open()
-        caught = await error_of(asyncio.wait_for(first.read(), 5))
+        caught = await error_of(asyncio.wait_for(first.read(), 60))
         assert isinstance(caught, errors.UnavailableError)
         await router.submit("a")
         worker.engine.emit("a#1", 0, [7])
@@ -273,14 +278,14 @@ async def test_a_stream_must_begin_with_a_good_hello(hello: worker_pb2.RouterMes
 async def test_a_drain_admits_no_more_and_waits_for_what_runs() -> None:
     async with serve() as worker, router_of(worker) as router:
         await router.submit("a")
-        drain = asyncio.create_task(_drain(router, 5000))
+        drain = asyncio.create_task(_drain(router, 60_000))
         await until(lambda: worker.servicer.draining)
         assert isinstance(await error_of(router.submit("b")), errors.DrainingError)
-        assert (await router.stub.GetInfo(worker_pb2.GetInfoRequest(), timeout=5)).draining
+        assert (await router.stub.GetInfo(worker_pb2.GetInfoRequest(), timeout=60)).draining
         assert not drain.done()
         worker.engine.emit("a#1", 0, [7], FinishReason.LENGTH)
         await router.read()
-        assert await asyncio.wait_for(drain, 5) == 0
+        assert await asyncio.wait_for(drain, 60) == 0
 
 
 async def test_a_drain_reports_what_is_left_at_its_deadline() -> None:
@@ -292,7 +297,7 @@ async def test_a_drain_reports_what_is_left_at_its_deadline() -> None:
 
 async def _drain(router: FakeRouter, deadline_ms: int) -> int:
     request = worker_pb2.DrainRequest(deadline_ms=deadline_ms)
-    answer = await router.stub.Drain(request, timeout=10)
+    answer = await router.stub.Drain(request, timeout=60)
     return int(answer.num_left)
 
 

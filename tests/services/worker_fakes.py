@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from diptych.clock import SystemClock
+from diptych.clock import Clock, SystemClock
 from diptych.config import EngineConfig, WorkerConfig
 from diptych.connectors.tickets import TicketIssuer, TicketKeys
 from diptych.engine.control_messages import FromControl, ToControl
@@ -94,6 +94,15 @@ class FakeEngine:
             yield item
 
 
+class SteppedClock(SystemClock):
+    """One that the test puts forward."""
+
+    ahead_s = 0.0
+
+    def monotonic(self) -> float:
+        return super().monotonic() + self.ahead_s
+
+
 @dataclass
 class Served:
     """A worker in this process."""
@@ -109,7 +118,7 @@ class Served:
 async def serve(
     *,
     keys: TicketKeys | None = None,
-    grace_s: float = 5.0,
+    grace_s: float = 60.0,
     max_frames: int = 1024,
     max_queued: int = 1024,
     worker_id: str = "w",
@@ -117,6 +126,7 @@ async def serve(
     role: str = "decode",
     info: FakeInfo | None = None,
     port: int = 0,
+    clock: Clock | None = None,
 ) -> AsyncIterator[Served]:
     engine = FakeEngine(info)
     identity = WorkerIdentity(
@@ -136,7 +146,7 @@ async def serve(
         config=WorkerConfig(stream_grace_s=grace_s, max_frames_queued=max_frames),
         engine_config=EngineConfig(max_num_queued_reqs=max_queued),
         keys=keys,
-        clock=SystemClock(),
+        clock=clock or SystemClock(),
     )
     pump = asyncio.create_task(servicer.pump())
     beside = [
@@ -186,7 +196,7 @@ class FakeRouter:
         return answer
 
     async def read(self) -> worker_pb2.WorkerFrame:
-        frame = await asyncio.wait_for(self.call.read(), 5)
+        frame = await asyncio.wait_for(self.call.read(), 60)
         assert isinstance(frame, worker_pb2.WorkerFrame), "the stream has ended"
         self.last = frame.sequence
         return frame
@@ -201,7 +211,7 @@ class FakeRouter:
         await self.call.write(worker_pb2.RouterMessage(cancel=message))
 
     def request(
-        self, request_id: str, epoch: int = 1, ttl_ms: int = 5000, **more: Any
+        self, request_id: str, epoch: int = 1, ttl_ms: int = 60_000, **more: Any
     ) -> worker_pb2.SubmitRequest:
         ticket = self.issuer.issue(
             request_id, epoch=epoch, ttl_ms=ttl_ms, decode_incarnation=self.worker
@@ -214,7 +224,7 @@ class FakeRouter:
         return worker_pb2.SubmitRequest(ticket=ticket, **fields)
 
     async def submit(self, request_id: str, epoch: int = 1, **more: Any) -> None:
-        await self.stub.Submit(self.request(request_id, epoch, **more), timeout=5)
+        await self.stub.Submit(self.request(request_id, epoch, **more), timeout=60)
 
 
 @contextlib.asynccontextmanager
@@ -228,7 +238,7 @@ async def router_of(
         yield router
 
 
-async def until(holds: Any, timeout_s: float = 5.0) -> None:
+async def until(holds: Any, timeout_s: float = 60.0) -> None:
     """Wait for a condition."""
     async with asyncio.timeout(timeout_s):
         while not holds():
