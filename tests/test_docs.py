@@ -12,6 +12,7 @@ DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 PATH = re.compile(
     r"`((?:src|services|kernels|proto|helm|docs|tests|bench|scripts|constraints)/[\w./-]+)`"
 )
+TEST = re.compile(r"`(tests/[\w/]+\.py)::(\w+)`")
 LINK = re.compile(r"\]\((?!https?:|#)([^)#]+)")
 
 
@@ -31,6 +32,14 @@ def test_architecture_names_functions_that_exist() -> None:
     for name, function in pairs:
         assert re.search(rf"\b(def|class) {function.split('.')[-1]}\b", (ROOT / name).read_text())
     assert len(pairs) >= 6
+
+
+def test_every_test_that_a_document_names_is_there() -> None:
+    named = {n for document in DOCUMENTS for n in TEST.findall(document.read_text())}
+
+    assert len(named) > 60
+    for path, name in named:
+        assert re.search(rf"^(async )?def {name}\(", (ROOT / path).read_text(), re.M), name
 
 
 def test_every_decision_has_a_number_of_its_own_and_bears_it() -> None:

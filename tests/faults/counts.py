@@ -51,6 +51,12 @@ def described(pid: int) -> str:
 
 
 def child_of(pid: int) -> int:
-    """The engine of a worker."""
-    (child,) = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    return int(child)
+    """The engine of a worker.
+
+    Raises:
+        OSError: there is none (yet), or the worker is gone.
+    """
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    if len(children) != 1:
+        raise ProcessLookupError(f"process {pid} has {len(children)} children")
+    return int(children[0])

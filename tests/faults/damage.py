@@ -37,10 +37,16 @@ def spoil_files(folder: Path) -> int:
 
 
 def _pool_of(pid: int) -> Path:
-    """The largest memory file that a process has open."""
+    """The largest memory file that a process has open.
+
+    Raises:
+        FileNotFoundError: it has none yet.
+    """
     paths = [
         path
         for path in Path(f"/proc/{pid}/fd").iterdir()
         if os.readlink(path).startswith("/memfd:")
     ]
+    if not paths:
+        raise FileNotFoundError(f"process {pid} has no pool")
     return max(paths, key=lambda path: path.stat().st_size)

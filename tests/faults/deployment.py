@@ -262,7 +262,7 @@ class Deployment:
         """Of the processes that live."""
         found = {}
         for name in self.services:
-            with contextlib.suppress(OSError, ValueError):
+            with contextlib.suppress(OSError):
                 found[name] = self.pid(name)
                 if name.startswith(("prefill", "decode")):
                     found[f"{name}/engine"] = self.pid(f"{name}/engine")

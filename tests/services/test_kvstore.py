@@ -443,6 +443,26 @@ def test_a_write_that_goes_on_after_its_reservation_touches_nobody() -> None:
         stream.close()
 
 
+def test_a_late_write_into_mapped_memory_is_noticed_and_the_object_goes() -> None:
+    """Nobody can stop a process that has mapped the pool: it writes where another's object is."""
+    with running_node(put_ttl_s=0.5) as node:
+        late, other = (StoreClient(node.address, transport="memory") for _ in range(2))
+        name, data = key(), os.urandom(200_000)
+
+        def write(view: memoryview) -> None:
+            time.sleep(0.6)
+            assert put(other, {name: data})[0].outcome is Outcome.OK
+            assert get(other, [name])[1] == {0: data}
+            view[:1000] = bytes(1000)
+
+        [result] = late.put_many([PutItem(key(), len(data), write)])
+        assert result.outcome is Outcome.EXPIRED
+        assert [r.outcome for r in get(other, [name])[0]] == [Outcome.CORRUPT]
+        assert [r.outcome for r in get(other, [name])[0]] == [Outcome.NOT_FOUND]
+        late.close()
+        other.close()
+
+
 def test_the_stream_stays_in_step_after_what_it_refuses(node: Node) -> None:
     stub = control(node)
     [reserved] = stub.PutStart(
