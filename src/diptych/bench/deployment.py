@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import subprocess
 import sys
@@ -42,7 +43,11 @@ class Deployment:
 
     def __enter__(self) -> Deployment:
         self._started_s = time.monotonic()
-        self._process = subprocess.Popen(self._argv, stdout=subprocess.DEVNULL)
+        self._process = subprocess.Popen(
+            self._argv,
+            stdout=subprocess.DEVNULL,
+            env={**os.environ, "DIPTYCH_DIE_WITH_PARENT": "1"},
+        )
         return self
 
     def __exit__(self, *_: object) -> None:
