@@ -80,14 +80,16 @@ class WorkerInfo(_message.Message):
     def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., role: _Optional[_Union[_common_pb2.Role, str]] = ..., model: _Optional[str] = ..., kv_namespace: _Optional[str] = ..., protocol_version: _Optional[int] = ..., max_model_len: _Optional[int] = ..., load: _Optional[_Union[WorkerLoad, _Mapping]] = ..., draining: _Optional[bool] = ..., address: _Optional[str] = ..., direct: _Optional[bool] = ..., handoff_links: _Optional[_Iterable[_Union[HandoffLink, _Mapping]]] = ..., stores: _Optional[bool] = ..., kv_bytes_per_token: _Optional[int] = ...) -> None: ...
 
 class HandoffLink(_message.Message):
-    __slots__ = ("incarnation", "transport", "gb_per_s")
+    __slots__ = ("incarnation", "transport", "gb_per_s", "failure")
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     TRANSPORT_FIELD_NUMBER: _ClassVar[int]
     GB_PER_S_FIELD_NUMBER: _ClassVar[int]
+    FAILURE_FIELD_NUMBER: _ClassVar[int]
     incarnation: str
     transport: str
     gb_per_s: float
-    def __init__(self, incarnation: _Optional[str] = ..., transport: _Optional[str] = ..., gb_per_s: _Optional[float] = ...) -> None: ...
+    failure: str
+    def __init__(self, incarnation: _Optional[str] = ..., transport: _Optional[str] = ..., gb_per_s: _Optional[float] = ..., failure: _Optional[str] = ...) -> None: ...
 
 class WorkerLoad(_message.Message):
     __slots__ = ("num_running", "num_waiting", "num_pending_tokens", "kv_usage", "num_kv_blocks")

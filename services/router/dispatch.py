@@ -72,6 +72,7 @@ class _Job:
     deadline: float
     links: dict[str, WorkerLink] = field(default_factory=dict)
     prefill_incarnation: str = ""
+    token_1_at: float | None = None
 
 
 class _Choice(NamedTuple):
@@ -325,6 +326,7 @@ class Dispatcher:
                 reach(f"router.{step.outcome.name.lower()}")
                 # the books are closed first: who takes the last step may never ask for another
                 self._close_books(job, attempt, step.outcome, step.worker_key)
+                self._note_gap(job, attempt, step.released)
                 yield step
                 if step.outcome in _ENDS:
                     return
@@ -333,11 +335,32 @@ class Dispatcher:
             if route.awaits_handoff:
                 wait_until = self._clock.monotonic() + self._times.handoff_s
 
+    def _note_gap(self, job: _Job, attempt: Attempt, released: Released | None) -> None:
+        """Token 1, and token 2 where it is another worker's: the hand-off is done."""
+        if released is None or not released.token_ids:
+            return
+        now = self._clock.monotonic()
+        if released.first_position == 0 and attempt.stage in (Stage.PREFILL, Stage.PAIR):
+            job.token_1_at = now
+        if released.first_position + len(released.token_ids) < 2 or job.token_1_at is None:
+            return
+        way = _WAYS.get(attempt.stage, "none")
+        self._metrics.handoff_gap.labels(way=way).observe(now - job.token_1_at)
+        job.token_1_at = None
+
+    def _count_handoff(self, attempt: Attempt, result: str) -> None:
+        if attempt.stage in _WAYS:
+            self._metrics.handoffs.labels(way=_WAYS[attempt.stage], result=result).inc()
+
     def _close_books(self, job: _Job, attempt: Attempt, outcome: Outcome, worker_key: str) -> None:
         """Let go of workers that have nothing left to do for the attempt."""
         if outcome is Outcome.LOST:
             self._after_loss(job, attempt)
+        elif outcome is Outcome.HANDED_OVER:
+            self._count_handoff(attempt, "done")
+            self._release(job, attempt, ended=worker_key)
         elif outcome is Outcome.TAKEN_OVER:
+            self._count_handoff(attempt, "done")
             self._release(job, attempt, attempt.worker_key, ended=worker_key)
         elif outcome in _ENDS:
             self._release(job, attempt, ended=worker_key)
@@ -364,6 +387,8 @@ class Dispatcher:
             job.route.reason,
         )
         self._metrics.attempts_failed.labels(stage=attempt.stage.value).inc()
+        if not job.route.kv_arrived(attempt):
+            self._count_handoff(attempt, "failed")
         self._release(job, attempt)
 
     def _release(
@@ -387,4 +412,5 @@ class Dispatcher:
             self._release(job, attempt)
 
 
+_WAYS = {Stage.PAIR: "direct", Stage.PREFILL: "store", Stage.DECODE: "store"}
 _ENDS = (Outcome.FINISHED, Outcome.HANDED_OVER, Outcome.LOST)

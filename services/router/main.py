@@ -119,7 +119,7 @@ async def serve(
     clock = clock or SystemClock()
     keys = ApiKeys(router.api_keys, clock)
     routing = _Routing.make(router, redis, engine, clock, link_times, dispatch_times)
-    readiness = _Readiness()
+    readiness = _Readiness(routing.members, router.handoff)
     async with AsyncExitStack() as stack:
         admin = AdminServer(
             router.host, router.admin_port, registry=routing.metrics.registry, ready=readiness
@@ -208,10 +208,14 @@ class _Routing:
 
 
 class _Readiness:
-    """Ready once the model's files are read, the registry has answered, and a path is complete;
-    not any more once the router drains."""
+    """Ready once the model's files are read, the registry has answered, and a path is complete, the
+    links of its workers tested where KV may go directly; not any more once the router drains.
 
-    def __init__(self) -> None:
+    Links of workers that come later are not waited for."""
+
+    def __init__(self, members: Members, handoff: str) -> None:
+        self._members = members
+        self._awaits_links = handoff != "store"
         self.inference: Inference | None = None
         self.watch: Watch[WorkerRecord] | None = None
         self.draining = False
@@ -223,7 +227,12 @@ class _Readiness:
             return Status(False, "the model's files are being read")
         if self.watch is not None and self.watch.problem:
             return Status(False, self.watch.problem)
-        return self.inference.readiness()
+        status = self.inference.readiness()
+        if status.ok and self._awaits_links:
+            if self._members.tests_links:
+                return Status(False, "links between workers are being tested")
+            self._awaits_links = False
+        return status
 
 
 async def _join(

@@ -43,6 +43,11 @@ class Members:
         return [k for k in self._links.values() if k.ready and self._serves(k.info.model)]
 
     @property
+    def tests_links(self) -> bool:
+        """Whether a decode worker is still testing whom it can read; bounded in time."""
+        return any(link.tests_links for link in self.ready if link.role is Role.DECODE)
+
+    @property
     def max_model_len(self) -> int | None:
         """Longest prompt plus output that every ready worker can take; None if there is none."""
         return min((link.info.max_model_len for link in self.ready), default=None)

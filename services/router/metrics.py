@@ -25,6 +25,10 @@ _REQUEST = (
     0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0,
     480.0, 960.0, 1920.0, 7680.0,
 )  # fmt: skip
+_GAP = (
+    0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5, 5.0,
+    10.0, 30.0,
+)  # fmt: skip
 _TOKENS = tuple(float(m * 10**e) for e in range(6) for m in (1, 2, 5))
 
 
@@ -100,6 +104,19 @@ class RouterMetrics:
             "diptych:handoffs_declined",
             "Requests whose KV did not go from memory to memory though `handoff` wants it, by why.",
             "reason",
+        )
+        self.handoffs = counter(
+            "diptych:handoffs",
+            "Hand-offs as the router sees them, by way (direct, store) and result (done, failed).",
+            "way",
+            "result",
+        )
+        self.handoff_gap = Histogram(
+            "diptych:handoff_gap_seconds",
+            "From token 1, of prefill, to token 2, of another worker, by the way KV came.",
+            ["way"],
+            registry=registry,
+            buckets=_GAP,
         )
         self.stale_entries = counter(
             "diptych:stale_entries", "Outputs of attempts that are past, dropped."

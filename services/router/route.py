@@ -220,6 +220,12 @@ class RequestRoute:
             attempt.stage is Stage.PAIR and not self._taken_over
         )
 
+    def kv_arrived(self, attempt: Attempt) -> bool:
+        """Whether decode has gone on from the KV of an attempt, which may be over."""
+        if attempt.stage is Stage.PAIR:
+            return self._taken_over
+        return attempt.stage is Stage.DECODE and len(self._tokens) > self._num_given(attempt)
+
     @property
     def exhausted(self) -> bool:
         """Whether no further attempt is allowed."""

@@ -35,17 +35,20 @@ logger = logging.getLogger(__name__)
 _ACK_EVERY_FRAMES = 16
 _FIRST_BACKOFF_S = 0.05
 _MAX_BACKOFF_S = 1.0
+_LINK_POLL_S = 0.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkTimes:
-    """Deadlines of one link, in seconds."""
+    """Deadlines of one link, in seconds; `link_test_s` bounds the wait for tests of the
+    worker's own links to others."""
 
     poll_s: float = 1.0
     call_s: float = 2.0
     submit_s: float = 10.0
     resume_s: float = 1.0
     silence_s: float = 5.0
+    link_test_s: float = 5.0
 
 
 class Listener(Protocol):
@@ -94,6 +97,8 @@ class WorkerLink:
         self._peers: dict[str, worker_pb2.HandoffPeer] = {}
         self._peers_sent: set[str] = set()
         self._wake = asyncio.Event()
+        self._hurry = asyncio.Event()
+        self._met_at = clock.monotonic()
         self._streaming = False
         self._greeted_incarnation = ""
         self._last_sequence = 0
@@ -134,11 +139,21 @@ class WorkerLink:
 
     def reads(self, incarnation: str) -> float | None:
         """GB/s of its link to that worker; None until the link has passed its test."""
-        links = self.info.handoff_links
+        links = (k for k in self.info.handoff_links if not k.failure)
         return next((k.gb_per_s for k in links if k.incarnation == incarnation), None)
+
+    @property
+    def tests_links(self) -> bool:
+        """Whether it was told lately of workers and has not said yet whether it can read them."""
+        known = {link.incarnation for link in self.info.handoff_links}
+        late = self._clock.monotonic() - self._met_at >= self._times.link_test_s
+        return self.direct and not late and not known.issuperset(self._peers)
 
     def meet(self, peers: Collection[worker_pb2.HandoffPeer]) -> None:
         """Have the worker open links to these, whom it may be asked to read from."""
+        if not self._peers.keys() >= {peer.incarnation for peer in peers}:
+            self._met_at = self._clock.monotonic()
+            self._hurry.set()
         self._peers = {peer.incarnation: peer for peer in peers}
         if self._peers.keys() != self._peers_sent:
             self._wake.set()
@@ -377,7 +392,7 @@ class WorkerLink:
     async def _keep_polling(self) -> None:
         """Ask for the worker's state; a worker that is silent for too long is lost."""
         while True:
-            await self._clock.sleep(self._times.poll_s)
+            await self._pause()
             self._wake.set()
             with contextlib.suppress(grpc.aio.AioRpcError, DiptychError):
                 await self._poll()
@@ -385,6 +400,23 @@ class WorkerLink:
                 if self._session is not None:
                     self._session.cancel()
                 self._lose_all(f"worker {self.address} is silent")
+
+    async def _pause(self) -> None:
+        """Until the worker is asked again: soon, where links are being tested."""
+        if self.tests_links:
+            await self._clock.sleep(min(_LINK_POLL_S, self._times.poll_s))
+            return
+        self._hurry.clear()
+        waits = [
+            asyncio.ensure_future(self._clock.sleep(self._times.poll_s)),
+            asyncio.ensure_future(self._hurry.wait()),
+        ]
+        try:
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for wait in waits:
+                wait.cancel()
+            await asyncio.gather(*waits, return_exceptions=True)
 
     async def _poll(self) -> None:
         call = self._stub.GetInfo(worker_pb2.GetInfoRequest(), timeout=self._times.call_s)

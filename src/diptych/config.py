@@ -20,7 +20,7 @@ from diptych.errors import ConfigError
 
 GIB = 1 << 30
 MIB = 1 << 20
-HANDOFFS = ("store", "direct", "auto")
+HANDOFFS = ("auto", "direct", "store")
 TRANSPORTS = ("auto", "nixl", "shm", "tcp", "grpc")
 
 
@@ -172,9 +172,9 @@ class WorkerConfig:
         False, "store the KV of outputs too, so that a conversation's next turn hits"
     )
     handoff: str = _flag(
-        "store",
-        "how KV may move: store, direct (from worker to worker; a store only where --kvstore names "
-        "one), or auto (both)",
+        "auto",
+        "how KV may move: auto (from worker to worker and through the store), direct (a store only "
+        "where --kvstore names one), or store",
     )
     kv_transports: str = _flag(
         "auto", "what carries KV from worker to worker, preferred first: nixl, shm, tcp, grpc"
@@ -251,7 +251,9 @@ class RouterConfig:
         metadata={"help": "host:port of workers; from the registry if absent"},
     )
     handoff: str = _flag(
-        "store", "how KV moves: store, direct (from memory to memory), or auto (what works)"
+        "auto",
+        "how KV moves: auto (from memory to memory where a test of it passed, else through the "
+        "store), direct, or store",
     )
     max_body_bytes: int = _flag(4 * MIB, "largest HTTP body")
     max_in_flight: int = _flag(2048, "requests beyond which new ones get 429")

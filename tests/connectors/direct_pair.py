@@ -10,7 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from diptych.config import EngineConfig, KVTransferConfig
-from diptych.engine.control_messages import Control, PeerDown, PeerLink, PeerUp
+from diptych.engine.control_messages import (
+    Control,
+    HandoffFigures,
+    PeerDown,
+    PeerLink,
+    PeerUp,
+)
 from diptych.engine.core_client import EngineCoreClient
 from diptych.engine.request import FinishReason, HandoffPeer, KVCommit, KVTransferParams
 from diptych.errors import EngineDeadError
@@ -30,6 +36,7 @@ class Worker:
         self.commits: dict[str, KVCommit] = {}
         self.failures: dict[str, str] = {}
         self.links: dict[str, PeerLink] = {}
+        self.figures = HandoffFigures()
         self._news = asyncio.Condition()
 
     async def start(self, config: EngineConfig) -> None:
@@ -84,6 +91,9 @@ class Relay:
     async def carry(self, source: Worker, target: Worker) -> None:
         async with asyncio.TaskGroup() as late:
             async for message in source.client.controls():
+                if isinstance(message, HandoffFigures):
+                    source.figures = message
+                    continue
                 if isinstance(message, PeerLink):
                     source.links[message.peer] = message
                     continue

@@ -178,9 +178,11 @@ class Cluster:
         **engine: Any,
     ) -> tuple[ServiceProcess, str]:
         """A worker (prefill, decode or worker, which is aggregated) and its address. `worker` has
-        settings of its section, `engine` those of the engine's."""
+        settings of its section, `engine` those of the engine's. KV goes through the store unless
+        they say otherwise."""
         port = free_port()
-        section: dict[str, Any] = {"port": port, "worker_id": f"{role}-{port}", **(worker or {})}
+        named = {"port": port, "worker_id": f"{role}-{port}", "handoff": "store"}
+        section: dict[str, Any] = {**named, **(worker or {})}
         if store is not None:
             section["kvstore"] = store
         sections = {"worker": section, "engine": self._engine(**engine)}
@@ -189,7 +191,7 @@ class Cluster:
     def router(self, *workers: str, **settings: Any) -> tuple[ServiceProcess, Api]:
         """A router over these workers and its API."""
         port = free_port()
-        section = {"port": port, "workers": list(workers), **settings}
+        section = {"port": port, "workers": list(workers), "handoff": "store", **settings}
         sections = {"router": section, "engine": self._engine()}
         return self._start("router", sections), Api(port)
 

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import subprocess
 import sys
+import urllib.request
 from pathlib import Path
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
-from tests.e2e.launched import alive, descendants, process_of, running
+from tests.e2e.launched import Running, alive, descendants, process_of, running
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -37,20 +40,31 @@ def test_up_answers_paris_and_leaves_nothing_behind(tmp_path: Path, number: int)
     assert [p.name for p in tmp_path.iterdir()] == ["log"], "sockets and files are gone"
 
 
-@pytest.mark.parametrize("handoff", ["direct", "auto"])
-def test_up_hands_over_from_worker_to_worker_where_it_is_told_to(
-    tmp_path: Path, handoff: str
+def attempts_of(server: Running) -> dict[str, float]:
+    """What the router asked of workers, by stage."""
+    where = re.search(r"metrics on (\S+)", server.log.read_text())
+    assert where is not None
+    with urllib.request.urlopen(where[1], timeout=10) as answer:
+        families = text_string_to_metric_families(answer.read().decode())
+    samples = [s for f in families for s in f.samples if s.name == "diptych:attempts_total"]
+    return {sample.labels["stage"]: sample.value for sample in samples}
+
+
+@pytest.mark.parametrize("flags", [(), ("--handoff", "direct")], ids=["auto", "direct"])
+def test_up_hands_over_from_worker_to_worker_from_the_first_request_on(
+    tmp_path: Path, flags: tuple[str, ...]
 ) -> None:
     logs = tmp_path / "logs"
-    with running(tmp_path, "up", "--handoff", handoff, "--log-dir", str(logs)) as server:
+    with running(tmp_path, "up", *flags, "--log-dir", str(logs)) as server:
         for _ in range(2):
             answer = server.chat(max_tokens=16)
             assert "Paris" in answer["choices"][0]["message"]["content"]
+        assert attempts_of(server) == {"pair": 2.0}
         stores = process_of(server.process.pid, "diptych.cli kvstore")
         server.process.send_signal(signal.SIGTERM)
         assert server.process.wait(timeout=60) == 0
 
-    assert bool(stores) is (handoff == "auto")
+    assert bool(stores) is (not flags)
     decode, router = (next(logs.glob(f"{name}*")).read_text() for name in ("decode-0", "router"))
     assert "prefill-0 can be read over shm" in decode
     assert "is lost" not in router

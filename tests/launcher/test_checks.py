@@ -22,7 +22,8 @@ def by_hand(name: str, **extra: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("flags", "text"),
     [
-        ({"router.handoff": "direct", "worker.handoff": "store"}, None),
+        ({"router.handoff": "direct", "worker.handoff": "store"}, "is for both"),
+        ({"router.handoff": "direct"}, None),
         ({"router.handoff": "store", "worker.handoff": "direct"}, "is for both"),
         ({"engine.kv_transfer_config": by_hand("NoConnector")}, "must be one of"),
         (

@@ -46,9 +46,9 @@ def test_a_cpu_engine_on_a_gpu_machine_takes_no_gpu() -> None:
 
 
 def test_workers_hand_over_as_the_router_is_told_to() -> None:
-    spec = worker(Machine(2, 0), flags={"router.handoff": "auto"})
+    spec = worker(Machine(2, 0), flags={"router.handoff": "direct"})
 
-    assert spec.sections["worker"]["handoff"] == "auto"
+    assert spec.sections["worker"]["handoff"] == "direct"
 
 
 def test_what_a_spec_holds_is_a_configuration_that_loads() -> None:

@@ -34,6 +34,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         self.commits = True
         self.direct = False
         self.stores = True
+        self.failure = ""  # of all its links
         self.reads: list[FakeWorker] = []  # whose memory it can read, tested
         self.peers: list[str] = []  # incarnations that the router told it of
         self.handoff_failure = ""  # why it cannot read, if so
@@ -105,7 +106,13 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
             direct=self.direct,
             stores=self.stores,
             handoff_links=[
-                worker_pb2.HandoffLink(incarnation=f"{w.worker_id}-{w.life}") for w in self.reads
+                worker_pb2.HandoffLink(
+                    incarnation=f"{w.worker_id}-{w.life}",
+                    transport="shm",
+                    gb_per_s=1.0,
+                    failure=self.failure,
+                )
+                for w in self.reads
             ],
         )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 
 import grpc
@@ -13,6 +14,8 @@ from diptych.services.router.dispatch import DispatchTimes
 from tests.services.fake_worker import DECODE, PREFILL, FakeWorker
 from tests.services.router_fixture import (
     ANSWER,
+    TIMES,
+    Running,
     running_router,
     tiny_directory,
     tiny_script,
@@ -71,6 +74,8 @@ async def test_both_workers_are_asked_at_once_under_one_epoch(
             assert ticket.decode_incarnation == "d1-1"
         assert asked.ticket.nonce != offered.ticket.nonce
         assert await router.metric('diptych:attempts_total{stage="pair"}') == 1
+        assert await router.metric('diptych:handoffs_total{result="done",way="direct"}') == 1
+        assert await router.metric('diptych:handoff_gap_seconds_count{way="direct"}') == 1
         assert await router.metric("diptych:stale_entries_total") <= 1
 
 
@@ -191,6 +196,7 @@ async def test_a_read_that_fails_goes_to_another_prefill_then_to_decode_alone(
         assert [is_whole(submit) for submit in decode.submits] == [False, False, True]
         await until(lambda: all(len(prefill.cancels) == 1 for prefill in prefills))
         assert await router.metric('diptych:attempts_failed_total{stage="pair"}') == 2
+        assert await router.metric('diptych:handoffs_total{result="failed",way="direct"}') == 2
 
 
 async def test_a_read_that_fails_goes_through_the_store_where_there_is_one(
@@ -209,6 +215,9 @@ async def test_a_read_that_fails_goes_through_the_store_where_there_is_one(
         assert prefill.submits[0].HasField("handoff_peer")
         assert not prefill.submits[1].HasField("handoff_peer")
         assert decode.submits[-1].HasField("handoff_in")
+        assert await router.metric('diptych:handoffs_total{result="failed",way="direct"}') == 1
+        assert await router.metric('diptych:handoffs_total{result="done",way="store"}') == 1
+        assert await router.metric('diptych:handoff_gap_seconds_count{way="store"}') == 1
 
 
 async def test_a_hand_off_that_never_comes_is_not_waited_for(
@@ -325,3 +334,41 @@ async def test_direct_over_workers_that_are_not_uses_their_store_or_decode_alone
     assert sum("KV does not go directly from p1" in text for text in caplog.messages) == 1
     for submit in decode.submits:
         assert submit.HasField(handed) if handed else is_whole(submit)
+
+
+@pytest.mark.parametrize("failure", ["", "no transport is common to both sides"])
+async def test_a_router_is_ready_once_the_first_links_are_tested_whatever_the_result(
+    model: Path, script: list[int], failure: str
+) -> None:
+    (prefill,), (decode,) = workers(script, PREFILL), workers(script, DECODE)
+    async with running_router(model, [prefill, decode], handoff="auto") as router:
+        await until(lambda: decode.peers == ["p1-1"])
+        assert await ready(router) == (503, "links between workers are being tested")
+        decode.reads, decode.failure = [prefill], failure
+        await until(lambda: is_ready(router))
+        assert await read_stream(router) == (ANSWER, script, [])
+        paired = bool(prefill.submits) and prefill.submits[0].HasField("handoff_peer")
+        assert paired is (not failure)
+        # who comes later is not waited for
+        await prefill.restart()
+        await until(lambda: decode.peers == ["p1-2"])
+        await until(lambda: is_ready(router))
+
+
+async def test_tests_that_never_end_do_not_keep_a_router_from_being_ready(
+    model: Path, script: list[int]
+) -> None:
+    (prefill,), (decode,) = workers(script, PREFILL), workers(script, DECODE)
+    async with running_router(
+        model, [prefill, decode], handoff="direct", link_times=replace(TIMES, link_test_s=0.5)
+    ) as router:
+        await until(lambda: is_ready(router))
+
+
+async def ready(router: Running) -> tuple[int, str]:
+    async with router.session.get(f"{router.admin}/readyz") as answer:
+        return answer.status, (await answer.text()).strip()
+
+
+async def is_ready(router: Running) -> bool:
+    return (await ready(router))[0] == 200

@@ -13,7 +13,14 @@ import pytest
 
 from diptych.clock import SystemClock
 from diptych.connectors.tickets import TicketKeys
-from diptych.engine.control_messages import Control, PeerDown, PeerLink, PeerUp, ToControl
+from diptych.engine.control_messages import (
+    Control,
+    HandoffFigures,
+    PeerDown,
+    PeerLink,
+    PeerUp,
+    ToControl,
+)
 from diptych.errors import DeadlineError
 from diptych.proto import worker_pb2, worker_pb2_grpc
 from diptych.rpc import PROTOCOL_VERSION, open_channel
@@ -116,8 +123,9 @@ async def test_links_that_were_tested_are_told_to_routers() -> None:
         assert known == [expected]
         both.decode.engine.say(PeerLink("p1", False, failure="the test failed"))
         async with asyncio.timeout(60):
-            while await links():
+            while not (known := await links())[0].failure:
                 await asyncio.sleep(0.01)
+        assert known == [worker_pb2.HandoffLink(incarnation="p1", failure="the test failed")]
 
 
 async def test_a_peer_that_restarts_is_gone_and_the_new_one_is_a_peer() -> None:
@@ -296,3 +304,41 @@ async def test_what_a_peer_does_not_take_is_dropped(monkeypatch: pytest.MonkeyPa
     await streams.close()
     engine.end()
     await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def test_what_became_of_hand_offs_is_shown_in_metrics() -> None:
+    async with two() as both:
+        figures = HandoffFigures(
+            num_read=3,
+            num_not_read=1,
+            num_tokens_given=40,
+            num_received=5,
+            num_tokens_received=70,
+            num_corrupt=1,
+            num_ignored_events=2,
+            failures={"a checksum is wrong": 1, "no verdict came in time": 2},
+        )
+        both.decode.engine.say(figures)
+        both.decode.engine.say(PeerLink("p1", True, "shm", 3.5))
+        expected = {
+            ("diptych:handoffs_given_total", "result", "read"): 3,
+            ("diptych:handoffs_given_total", "result", "not_read"): 1,
+            ("diptych:handoffs_received_total", "result", "valid"): 5,
+            ("diptych:handoffs_received_total", "result", "corrupt"): 1,
+            ("diptych:handoffs_received_total", "result", "failed"): 2,
+            ("diptych:handoff_failures_total", "reason", "no verdict came in time"): 2,
+            ("diptych:handoff_bytes_total", "direction", "given"): 40 * 64,
+            ("diptych:handoff_bytes_total", "direction", "received"): 70 * 64,
+            ("diptych:handoff_messages_ignored_total", "why", "no rule"): 2,
+            ("diptych:handoff_link_bytes_per_second", "transport", "shm"): 3.5e9,
+        }
+
+        def shown() -> dict[tuple[str, str, str], float]:
+            samples = [s for family in both.decode.registry.collect() for s in family.samples]
+            found = {}
+            for name, label, value in expected:
+                of_it = [s for s in samples if s.name == name and s.labels.get(label) == value]
+                found[name, label, value] = sum(sample.value for sample in of_it)
+            return found
+
+        await until(lambda: shown() == expected)

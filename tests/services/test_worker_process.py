@@ -229,7 +229,7 @@ async def test_the_store_of_a_split_worker_is_the_configured_one(model: Path) ->
         assert worker.engine_config is not None
         transfer = worker.engine_config.kv_transfer_config
         assert transfer is not None
-        assert (transfer.kv_connector, transfer.is_producer) == ("StoreConnector", True)
+        assert (transfer.kv_connector, transfer.is_producer) == ("DirectConnector", True)
         settings = StoreSettings.of(transfer.kv_connector_extra_config)
         assert settings == StoreSettings(kvstore="10.0.0.1:9")
 

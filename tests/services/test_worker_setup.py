@@ -35,7 +35,7 @@ def test_who_needs_a_store(role: str, worker: dict[str, Any], expected: bool) ->
 
 
 def test_through_the_store_alone_there_is_the_stores_connector() -> None:
-    transfer = config("decode", PLACE)
+    transfer = config("decode", PLACE, handoff="store")
     assert transfer is not None
     assert (transfer.kv_connector, transfer.kv_role) == ("StoreConnector", "kv_consumer")
     assert "transports" not in transfer.kv_connector_extra_config

@@ -8,6 +8,8 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from prometheus_client import CollectorRegistry
+
 from diptych.clock import Clock, SystemClock
 from diptych.config import EngineConfig, WorkerConfig
 from diptych.connectors.tickets import TicketIssuer, TicketKeys
@@ -112,6 +114,7 @@ class Served:
     address: str
     pump: asyncio.Task[None]
     metrics: WorkerMetrics
+    registry: CollectorRegistry
 
 
 @contextlib.asynccontextmanager
@@ -138,7 +141,8 @@ async def serve(
         model="tiny",
         vocab_size=100,
     )
-    metrics = WorkerMetrics(new_registry(), "tiny", "w")
+    registry = new_registry()
+    metrics = WorkerMetrics(registry, "tiny", "w")
     servicer = WorkerServicer(
         engine,
         identity,
@@ -157,7 +161,7 @@ async def serve(
     service = Service("diptych.v1.Worker", add, servicer)
     async with RpcServer("127.0.0.1", port, [service], stop_grace_s=0.1) as server:
         try:
-            yield Served(engine, servicer, server.address, pump, metrics)
+            yield Served(engine, servicer, server.address, pump, metrics, registry)
         finally:
             await servicer.close()
             engine.end()

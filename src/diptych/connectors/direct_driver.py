@@ -36,7 +36,14 @@ from diptych.connectors.transports.links import LinkState
 from diptych.connectors.transports.memory import DeviceMemory, HostMemory
 from diptych.connectors.transports.orders import LinkReport
 from diptych.connectors.transports.thread import TransferThread
-from diptych.engine.control_messages import Control, PeerDown, PeerLink, PeerUp, ToControl
+from diptych.engine.control_messages import (
+    Control,
+    HandoffFigures,
+    PeerDown,
+    PeerLink,
+    PeerUp,
+    ToControl,
+)
 from diptych.engine.control_port import ControlPort
 from diptych.errors import DiptychError, TransferError
 from diptych.fault_points import reach
@@ -82,6 +89,7 @@ class DirectDriver:
         self._port: ControlPort | None = None
         self._cards: dict[str, list[RankCard]] = {}
         self._links: dict[str, PeerLink] = {}
+        self._figures = HandoffFigures()
         self._closing = False
         names = settings.transport_names
         self._transfer = TransferThread(
@@ -180,7 +188,7 @@ class DirectDriver:
             given.num_valid,
             given.num_gone,
             taken.num_received,
-            taken.num_failed,
+            taken.failures.total(),
             taken.num_corrupt,
             given.num_ignored + taken.num_ignored,
         )
@@ -229,6 +237,23 @@ class DirectDriver:
         self._guarded(self._given.tick)
         self._guarded(self._taken.tick)
         self._look_at_links()
+        self._tell_figures()
+
+    def _tell_figures(self) -> None:
+        given, taken = self._given, self._taken
+        now = HandoffFigures(
+            num_read=given.num_valid,
+            num_not_read=given.num_gone,
+            num_tokens_given=given.num_tokens,
+            num_received=taken.num_received,
+            num_tokens_received=taken.num_tokens,
+            num_corrupt=taken.num_corrupt,
+            num_ignored_events=given.num_ignored + taken.num_ignored,
+            failures=dict(taken.failures),
+        )
+        if now != self._figures and self._port is not None:
+            self._figures = now
+            self._port.send(now)
 
     def _take_commands(self) -> list[Callable[[], None]]:
         with self._lock:

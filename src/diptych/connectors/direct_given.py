@@ -94,6 +94,7 @@ class GivenPrompts:
         self._given: dict[str, _Given] = {}
         self.num_valid = 0
         self.num_gone = 0
+        self.num_tokens = 0
         self.num_ignored = 0
 
     # --- from the scheduler
@@ -266,6 +267,7 @@ class GivenPrompts:
             entry.last = None
             self.num_valid += valid
             self.num_gone += not valid
+            self.num_tokens += entry.num_tokens if valid else 0
         if entry.owed:
             entry.owed = False
             commit = _commit(entry) if valid else None

@@ -8,6 +8,7 @@ right, so that READ_DONE speaks of verified bytes.
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -76,7 +77,8 @@ class TakenPrompts:
         self._taken: dict[str, Taken] = {}
         self.times = HandoffTimes()
         self.num_received = 0
-        self.num_failed = 0
+        self.failures: Counter[str] = Counter()
+        self.num_tokens = 0
         self.num_corrupt = 0
         self.num_ignored = 0
 
@@ -379,6 +381,7 @@ class TakenPrompts:
             del self._taken[request_id]
             self.num_received += 1
             self.times.add("all read to valid", self._monotonic() - entry.validating_s)
+            self.num_tokens += max(0, entry.prompt.num_tokens - entry.local_tokens)
             self._reports.forget(request_id)
             commit = entry.committed
             self._reports.received(
@@ -386,9 +389,10 @@ class TakenPrompts:
             )
         elif state in _LOST and not entry.told:
             entry.told = True
-            self.num_failed += 1
-            _log.warning("hand-off of request %s failed: %s", request_id, entry.why)
-            self._reports.failed(request_id, entry.why or "it was refused")
+            why = entry.why or "it was refused"
+            self.failures[why.partition(":")[0]] += 1  # without what varies
+            _log.warning("hand-off of request %s failed: %s", request_id, why)
+            self._reports.failed(request_id, why)
         elif state is State.RELEASED:
             del self._taken[request_id]
             self._reports.read_ended(request_id)

@@ -45,8 +45,25 @@ class PeerLink(msgspec.Struct, frozen=True, tag="peer_link"):
     failure: str = ""
 
 
+class HandoffFigures(msgspec.Struct, frozen=True, tag="figures"):
+    """From the engine, whenever it changes: what became of its direct hand-offs since the start.
+
+    `failures` counts what was not received by why; KV that arrived corrupt is among it, and counted
+    on its own too.
+    """
+
+    num_read: int = 0
+    num_not_read: int = 0
+    num_tokens_given: int = 0
+    num_received: int = 0
+    num_tokens_received: int = 0
+    num_corrupt: int = 0
+    num_ignored_events: int = 0
+    failures: dict[str, int] = {}
+
+
 ToControl = Control | PeerUp | PeerDown
-FromControl = Control | PeerLink
+FromControl = Control | PeerLink | HandoffFigures
 
 _encoder = msgspec.msgpack.Encoder()
 _to_engine = msgspec.msgpack.Decoder(ToControl)

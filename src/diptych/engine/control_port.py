@@ -6,8 +6,8 @@ import logging
 import socket
 
 from diptych.engine.control_messages import (
-    Control,
     FromControl,
+    PeerLink,
     ToControl,
     decode_to_control,
     encode_control,
@@ -58,7 +58,7 @@ class ControlPort:
         """Send, or keep for `flush`."""
         if self.closed:
             return
-        if isinstance(message, Control) and len(self._unsent) > MAX_UNSENT_BYTES:
+        if not isinstance(message, PeerLink) and len(self._unsent) > MAX_UNSENT_BYTES:
             self.num_dropped += 1
             return
         self._unsent += encode_control(message)

@@ -76,6 +76,7 @@ class WorkerMetrics:
     def __init__(self, registry: CollectorRegistry, model_name: str, engine: str) -> None:
         self._engine = EngineStatsCollector(model_name, engine)
         registry.register(self._engine)
+        self._registry = registry
         labels = {"model_name": model_name, "engine": engine}
 
         def counter(name: str, text: str, *more: str) -> Counter:
@@ -92,6 +93,10 @@ class WorkerMetrics:
         ).labels(**labels)
         self._handoffs = counter("diptych:handoffs_out", "Prompts handed over.").labels(**labels)
         self._refused = counter("diptych:submits_refused", "Submits refused.", "reason")
+
+    def add(self, collector: Collector) -> None:
+        """Show something more."""
+        self._registry.register(collector)
 
     def start(self, num_kv_blocks: int) -> None:
         """Show the cache of a fresh engine, all free, until its first step says more."""

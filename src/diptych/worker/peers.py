@@ -22,6 +22,7 @@ from diptych.connectors.tickets import TicketKeys
 from diptych.engine.control_messages import (
     Control,
     FromControl,
+    HandoffFigures,
     PeerDown,
     PeerLink,
     PeerUp,
@@ -102,6 +103,7 @@ class PeerStreams:
         self._timers: set[asyncio.Task[None]] = set()
         self._closed = False
         self.num_dropped = 0
+        self.figures = HandoffFigures()
 
     @property
     def direct(self) -> bool:
@@ -113,15 +115,16 @@ class PeerStreams:
         return len(self._peers)
 
     def links(self) -> list[worker_pb2.HandoffLink]:
-        """Workers whose memory the engine can read now."""
+        """Workers whose links were tested: how their memory can be read, or why not."""
         return [
             worker_pb2.HandoffLink(
                 incarnation=peer.incarnation,
                 transport=peer.link.transport,
                 gb_per_s=peer.link.gb_per_s,
+                failure=peer.link.failure,
             )
             for peer in self._peers.values()
-            if peer.link is not None and peer.link.usable
+            if peer.link is not None and (peer.link.usable or peer.link.failure)
         ]
 
     def want(self, peers: Iterable[worker_pb2.HandoffPeer]) -> None:
@@ -136,9 +139,20 @@ class PeerStreams:
             self._calls[peer.incarnation] = task
             task.add_done_callback(partial(self._call_ended, peer.incarnation))
 
+    def named_links(self) -> dict[str, PeerLink]:
+        """Links that can be read, by worker id."""
+        return {
+            peer.worker_id: peer.link
+            for peer in self._peers.values()
+            if peer.link is not None and peer.link.usable
+        }
+
     async def pump(self) -> None:
         """Pass on what the engine says, until it is closed."""
         async for message in self._engine.controls():
+            if isinstance(message, HandoffFigures):
+                self.figures = message
+                continue
             peer = self._peers.get(message.peer)
             if peer is None:
                 self.num_dropped += 1

@@ -25,6 +25,7 @@ from diptych.proto import worker_pb2, worker_pb2_grpc
 from diptych.rpc import PROTOCOL_VERSION
 from diptych.worker.engine import Engine
 from diptych.worker.frames import error_frames, load_to_proto, split_outputs
+from diptych.worker.handoff_metrics import HandoffCollector
 from diptych.worker.identity import ROLES, WorkerIdentity
 from diptych.worker.metrics import WorkerMetrics
 from diptych.worker.parse import ModelLimits, parse_submit
@@ -89,6 +90,15 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
         self._peers = PeerStreams(
             engine, hello, clock, PeerTimes(gone_s=config.stream_grace_s), keys
         )
+        if self._peers.direct:
+            metrics.add(
+                HandoffCollector(
+                    identity.model,
+                    identity.worker_id,
+                    self._peers,
+                    engine.info.kv_bytes_per_token,
+                )
+            )
 
     # -- calls ------------------------------------------------------------------------------------
 
