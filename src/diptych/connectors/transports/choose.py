@@ -78,8 +78,12 @@ def open_transports(
 
 
 def _useful(device: str) -> tuple[str, ...]:
-    nixl = device != "cpu" or any(Path("/sys/class/infiniband").glob("*"))
-    return NAMES if nixl else NAMES[1:]
+    return NAMES if device != "cpu" or has_rdma() else NAMES[1:]
+
+
+def has_rdma() -> bool:
+    """Whether this host has an RDMA device."""
+    return any(Path("/sys/class/infiniband").glob("*"))
 
 
 def _nixl(settings: TransportSettings) -> Transport:

@@ -38,6 +38,7 @@ from diptych.connectors.transports.base import (
     Runs,
     Transport,
 )
+from diptych.connectors.transports.choose import has_rdma
 from diptych.connectors.transports.nixl_lists import DescriptorLists, Region
 from diptych.errors import ConfigError, TransferError
 
@@ -355,6 +356,10 @@ def load_nixl() -> tuple[_Api, str]:
         raise TransferError("NIXL is not installed: pip install 'diptych[cu13]' or 'diptych[cu12]'")
     check_ucx_tls(os.environ)
     os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
+    if not has_rdma():
+        # UCX would load the system's libibverbs, whose libnl and NIXL's own end the process with
+        # SIGSEGV when it exits (NIXL 1.5.1 beside Debian's libibverbs1)
+        os.environ.setdefault("UCX_MODULES", "^ib")
     return _Api(package), importlib.metadata.version(package.replace("_", "-"))
 
 
