@@ -182,6 +182,16 @@ class WorkerConfig:
     kv_lease_s: float = _flag(
         30.0, "seconds that prefill keeps KV after the last sign of the worker that reads it"
     )
+    kv_tls_certificate: str | None = _flag(
+        None, "PEM certificate under which KV travels; with a key and an authority, all or none"
+    )
+    kv_tls_key: str | None = _flag(None, "PEM key of that certificate")
+    kv_tls_authority: str | None = _flag(
+        None, "PEM authority that the certificates of other workers must be of"
+    )
+    kv_tls_name: str | None = _flag(
+        None, "name that the certificates of other workers must bear; their address if absent"
+    )
     verify_kv: bool = _flag(True, "compare checksums of KV that came straight from another worker")
 
     def __post_init__(self) -> None:
@@ -193,6 +203,10 @@ class WorkerConfig:
         check_address("advertise_address", self.advertise_address)
         for address in (self.kvstore or "").split(",") if self.kvstore is not None else ():
             check_address("kvstore", address.strip())
+        files = ("kv_tls_certificate", "kv_tls_key", "kv_tls_authority")
+        missing = [name for name in files if not getattr(self, name)]
+        if missing and (len(missing) < len(files) or self.kv_tls_name):
+            raise ConfigError(f"{', '.join(files)} come together; {', '.join(missing)} is missing")
         check_not_negative(self, "drain_s", "stream_grace_s")
         check_positive(self, "max_frames_queued", "kv_lease_s")
 

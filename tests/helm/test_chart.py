@@ -239,6 +239,22 @@ def test_the_store_is_named_so_that_it_may_move() -> None:
     assert yaml.safe_load(config)["worker"]["kvstore"] == "llm-diptych-kvstore:7101"
 
 
+def test_certificates_of_the_hand_off_come_from_a_secret() -> None:
+    flags = "handoff.tls.secretName=kv,handoff.tls.serverName=worker.kv"
+    items = render("--set", flags)
+
+    for pool in ("prefill", "decode"):
+        config = find(items, "ConfigMap", f"llm-diptych-{pool}")["data"]["config.yaml"]
+        worker = yaml.safe_load(config)["worker"]
+        assert worker["kv_tls_name"] == "worker.kv"
+        pod = find(items, "Deployment", f"llm-diptych-{pool}")["spec"]["template"]["spec"]
+        [volume] = [v for v in pod["volumes"] if v["name"] == "kv-tls"]
+        assert volume["secret"] == {"secretName": "kv"}
+        mounts = {m["name"]: m["mountPath"] for m in pod["containers"][0]["volumeMounts"]}
+        for name in ("certificate", "key", "authority"):
+            assert worker[f"kv_tls_{name}"].startswith(mounts["kv-tls"] + "/")
+
+
 def test_several_stores_are_found_in_the_registry() -> None:
     items = render("--set", "kvstore.replicas=3")
 

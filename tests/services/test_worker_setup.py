@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from diptych.config import EngineConfig, KVTransferConfig, WorkerConfig
-from diptych.errors import AddressError
-from diptych.worker.setup import needs_store, with_connector
+from diptych.connectors.direct_settings import DirectSettings
+from diptych.errors import AddressError, ConfigError
+from diptych.worker.setup import check_transfers, needs_store, with_connector
+from tests.certificates import files_of, make_certificates
 
 PLACE = {"kvstore": "s:1"}
 
@@ -75,3 +79,28 @@ def test_a_worker_that_nobody_could_read_from_does_not_start() -> None:
     worker = WorkerConfig(handoff="direct", host="127.0.0.1")
     with pytest.raises(AddressError):
         with_connector(EngineConfig(), "prefill", worker, None, "redis://10.1.2.3:6379")
+
+
+def test_certificates_are_those_that_kv_travels_under(tmp_path: Path) -> None:
+    make_certificates(tmp_path)
+    names = ("certificate", "key", "authority")
+    given = {f"kv_tls_{name}": str(tmp_path / f"{name}.pem") for name in names}
+    check_transfers("decode", EngineConfig(), WorkerConfig(**given))
+    transfer = config("decode", PLACE, kv_tls_name="worker.kv", **given)
+    assert transfer is not None
+    settings = DirectSettings.of(transfer.kv_connector_extra_config).for_transports("cpu")
+    assert settings.tls == replace(files_of(tmp_path), server_name="worker.kv")
+
+
+def test_certificates_that_cannot_be_used_are_named_before_anything_loads(tmp_path: Path) -> None:
+    make_certificates(tmp_path)
+    names = ("certificate", "key", "authority")
+    given = {f"kv_tls_{name}": str(tmp_path / f"{name}.pem") for name in names}
+    with pytest.raises(ConfigError, match="kv_tls_authority is missing"):
+        WorkerConfig(**{**given, "kv_tls_authority": None})
+    with pytest.raises(ConfigError, match="kv_tls_certificate, kv_tls_key, kv_tls_authority is"):
+        WorkerConfig(kv_tls_name="worker.kv")
+    worker = WorkerConfig(**{**given, "kv_tls_key": given["kv_tls_authority"]})
+    with pytest.raises(ConfigError, match="TLS files for transfers cannot be used"):
+        check_transfers("decode", EngineConfig(), worker)
+    check_transfers("decode", EngineConfig(), replace(worker, handoff="store"))

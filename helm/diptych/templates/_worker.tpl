@@ -63,6 +63,9 @@ spec:
           volumeMounts:
             - {name: config, mountPath: /etc/diptych, readOnly: true}
             - {name: tickets, mountPath: /etc/diptych-tickets, readOnly: true}
+            {{- if $root.Values.handoff.tls.secretName }}
+            - {name: kv-tls, mountPath: /etc/diptych-kv-tls, readOnly: true}
+            {{- end }}
             - {name: cache, mountPath: /cache}
             - {name: tmp, mountPath: /tmp}
             - {name: shm, mountPath: /dev/shm}
@@ -72,6 +75,10 @@ spec:
           configMap: {name: {{ $fullname }}}
         - name: tickets
           secret: {secretName: {{ include "diptych.ticketSecret" $root }}}
+        {{- with $root.Values.handoff.tls.secretName }}
+        - name: kv-tls
+          secret: {secretName: {{ . | quote }}}
+        {{- end }}
         {{- include "diptych.cacheVolume" $root | nindent 8 }}
         - name: tmp
           emptyDir: {}
@@ -119,6 +126,16 @@ worker:
   handoff: {{ $root.Values.handoff.mode }}
   kv_transports: {{ $root.Values.handoff.transports | quote }}
   verify_kv: {{ $root.Values.handoff.verifyKv }}
+  {{- with $root.Values.handoff.tls }}
+  {{- if .secretName }}
+  kv_tls_certificate: /etc/diptych-kv-tls/tls.crt
+  kv_tls_key: /etc/diptych-kv-tls/tls.key
+  kv_tls_authority: /etc/diptych-kv-tls/ca.crt
+  {{- if .serverName }}
+  kv_tls_name: {{ .serverName | quote }}
+  {{- end }}
+  {{- end }}
+  {{- end }}
   {{- if and (ne $root.Values.handoff.mode "direct") (eq (int $root.Values.kvstore.replicas) 1) }}
   # by name: a store that moved to another node is found again; several are found in the registry
   kvstore: {{ include "diptych.fullname" $root }}-kvstore:7101

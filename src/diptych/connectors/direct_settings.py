@@ -23,6 +23,7 @@ class DirectSettings:
         transports: names in order of preference, comma-separated, or `auto`.
         host, tcp_port, grpc_port, advertised_host: where readers are served (0: a free port).
         tls_certificate, tls_key, tls_authority: PEM files; with them nothing travels in the clear.
+        tls_name: that a peer's certificate must bear; its address if empty.
         verify_kv: compare checksums of all blocks before the KV is used.
         repeat_s: between repetitions of what was not confirmed.
         lease_s: prefill keeps announced blocks for so long after the last sign of its reader.
@@ -41,6 +42,7 @@ class DirectSettings:
     tls_certificate: str = ""
     tls_key: str = ""
     tls_authority: str = ""
+    tls_name: str = ""
     verify_kv: bool = True
     repeat_s: float = 0.1
     lease_s: float = 30.0
@@ -80,6 +82,7 @@ class DirectSettings:
                 certificate=Path(self.tls_certificate),
                 key=Path(self.tls_key),
                 authority=Path(self.tls_authority),
+                server_name=self.tls_name or None,
             )
         return TransportSettings(
             device=device,

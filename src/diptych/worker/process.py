@@ -13,7 +13,6 @@ from typing import Any, TypeVar
 from diptych.addresses import check_bindable, reachable_address
 from diptych.clock import Clock, SystemClock
 from diptych.config import EngineConfig, RedisConfig, WorkerConfig
-from diptych.connectors.checks import checked_transfer
 from diptych.connectors.tickets import TicketKeys
 from diptych.models.config import ModelConfig
 from diptych.observe import AdminServer, Status, new_registry
@@ -24,7 +23,7 @@ from diptych.worker.engine import Engine
 from diptych.worker.identity import WorkerIdentity
 from diptych.worker.metrics import WorkerMetrics
 from diptych.worker.servicer import WorkerServicer
-from diptych.worker.setup import needs_store, wait_for_store, with_connector
+from diptych.worker.setup import check_transfers, needs_store, wait_for_store, with_connector
 
 logger = logging.getLogger(__name__)
 
@@ -93,7 +92,7 @@ class WorkerProcess:
         """
         self._stop = stop
         config = self._config
-        checked_transfer(self._engine_config.kv_transfer_config)
+        check_transfers(self._role, self._engine_config, config)
         keys = None if config.ticket_keys is None else TicketKeys.load(config.ticket_keys)
         check_bindable(config.host, config.port)
         admin = AdminServer(

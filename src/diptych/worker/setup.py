@@ -9,6 +9,8 @@ from typing import Any
 
 from diptych.addresses import reachable_address
 from diptych.config import EngineConfig, KVTransferConfig, WorkerConfig
+from diptych.connectors.checks import checked_transfer
+from diptych.connectors.direct_settings import DirectSettings
 from diptych.errors import ConfigError, UnavailableError
 from diptych.registry import Registry, StoreRecord
 
@@ -93,6 +95,26 @@ def with_connector(
     return dataclasses.replace(engine, kv_transfer_config=transfer)
 
 
+def check_transfers(role: str, engine: EngineConfig, worker: WorkerConfig) -> None:
+    """What can be known to be wrong with the way of KV before anything is loaded.
+
+    Raises:
+        ConfigError: a connector of nonsense, or TLS files that cannot be used.
+    """
+    checked_transfer(engine.kv_transfer_config)
+    if not hands_over_directly(role, engine, worker) or worker.kv_tls_certificate is None:
+        return
+    tls = DirectSettings(
+        tls_certificate=worker.kv_tls_certificate,
+        tls_key=worker.kv_tls_key or "",
+        tls_authority=worker.kv_tls_authority or "",
+    )
+    files = tls.for_transports("cpu").tls
+    if files is not None:
+        files.server_context()
+        files.client_context()
+
+
 def _direct_settings(worker: WorkerConfig, directory_url: str | None) -> dict[str, Any]:
     """Where and how this worker's KV is read by others."""
     reachable = reachable_address(worker.host, 0, worker.advertise_address, directory_url)
@@ -102,4 +124,8 @@ def _direct_settings(worker: WorkerConfig, directory_url: str | None) -> dict[st
         "advertised_host": reachable.rpartition(":")[0].strip("[]"),
         "lease_s": worker.kv_lease_s,
         "verify_kv": worker.verify_kv,
+        "tls_certificate": worker.kv_tls_certificate or "",
+        "tls_key": worker.kv_tls_key or "",
+        "tls_authority": worker.kv_tls_authority or "",
+        "tls_name": worker.kv_tls_name or "",
     }

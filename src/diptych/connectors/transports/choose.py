@@ -54,7 +54,8 @@ def open_transports(
 
     Args:
         names: of NAMES; `auto` stands for all that are of use here: NIXL is left out where there is
-            neither a GPU nor RDMA, for there it is slower than `shm` and `tcp` and wakes often.
+            neither a GPU nor RDMA, for there it is slower than `shm` and `tcp` and wakes often, and
+            where TLS is on, for it knows none.
 
     Raises:
         ConfigError: an unknown name, or a setting that a transport cannot use.
@@ -65,7 +66,7 @@ def open_transports(
     opened: list[Transport] = []
     chosen = list(dict.fromkeys(names))
     if AUTO in names:
-        useful = _useful(settings.device)
+        useful = NAMES[1:] if settings.tls else _useful(settings.device)
         chosen = [name for name in NAMES if name in useful or name in names]
     for name in chosen:
         try:
