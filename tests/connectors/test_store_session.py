@@ -261,6 +261,15 @@ def test_what_was_stored_lately_is_known_and_is_forgotten_in_time() -> None:
     assert stored.get(page, 1000) is None
 
 
+def test_what_is_not_told_any_more_takes_no_memory() -> None:
+    now = [0.0]
+    stored = StoredObjects(lambda: now[0], trusted_s=10.0)
+    for step in range(100):
+        now[0] = float(step)
+        stored.note(key(), 77, 1000)
+    assert len(stored) == 11
+
+
 def test_without_trust_nothing_is_known() -> None:
     stored = StoredObjects(lambda: 0.0, trusted_s=0.0)
     page = PageObject(key(), 0, 64)

@@ -49,6 +49,7 @@ class ServiceProcess:
     process: subprocess.Popen[bytes] | None = field(default=None, repr=False)
     prefix: tuple[str, ...] = ()  # a command that runs it elsewhere
     host: str = "127.0.0.1"
+    environment: dict[str, str] = field(default_factory=dict)
 
     @property
     def points(self) -> Path:
@@ -95,6 +96,7 @@ class ServiceProcess:
                 stderr=log,
                 env={
                     **os.environ,
+                    **self.environment,
                     "OMP_NUM_THREADS": "1",
                     "DIPTYCH_FAULT_POINTS": str(self.points),
                 },

@@ -12,6 +12,7 @@ import argparse
 import contextlib
 import logging
 import random
+import re
 import signal
 import sys
 import tempfile
@@ -23,7 +24,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tests.faults.clients import QUESTIONS, Question, ask, asking
+from tests.faults.clients import QUESTIONS, Answer, Question, ask, asking
 from tests.faults.damage import spoil_files, spoil_pool
 from tests.faults.deployment import Deployment, Shape, deployed
 
@@ -43,7 +44,7 @@ class Tally:
 
     faults: Counter[str] = field(default_factory=Counter)
     completed: int = 0
-    failed: int = 0  # with a clean error, or with a router that was killed
+    failed: Counter[str] = field(default_factory=Counter)  # cleanly, or with a killed router
     wrong: list[str] = field(default_factory=list)
     leaks: dict[str, object] = field(default_factory=dict)
 
@@ -105,7 +106,7 @@ class Soak:
                 elif answer.is_clean_error(expected) or (
                     answer.broken and expected.startswith(answer.text)
                 ):
-                    self.tally.failed += 1
+                    self.tally.failed[_reason(answer)] += 1
                 else:
                     self.tally.wrong.append(f"{question}: {answer}")
             if not answer.ended:
@@ -164,17 +165,23 @@ class Soak:
         return "files damaged"
 
 
+def _reason(answer: Answer) -> str:
+    """Without what differs from request to request."""
+    return re.sub(r"[0-9a-f]*[0-9][0-9a-f-]*", "N", answer.error or answer.broken)[:80]
+
+
 def report(tally: Tally, seconds: float) -> str:
     """As a table."""
     lines = [f"{name:30} {count:6}" for name, count in sorted(tally.faults.items())]
     lines += [
         f"{'faults injected':30} {tally.faults.total():6}",
         f"{'requests completed':30} {tally.completed:6}",
-        f"{'requests failed cleanly':30} {tally.failed:6}",
+        f"{'requests failed cleanly':30} {tally.failed.total():6}",
         f"{'wrong answers':30} {len(tally.wrong):6}",
         f"{'leaks':30} {len(tally.leaks):6}",
         f"{'seconds':30} {seconds:6.0f}",
     ]
+    lines += [f"failed: {count:4} {why}" for why, count in tally.failed.most_common(8)]
     lines += [f"wrong: {each}" for each in tally.wrong[:5]]
     lines += [f"leak: {name}: {what}" for name, what in tally.leaks.items()]
     return "\n".join(lines)

@@ -32,10 +32,13 @@ class StoredObjects:
         if not self._trusted_s:
             return
         with self._lock:
-            self._objects[key] = (checksum, num_bytes, self._now())
+            now = self._now()
+            self._objects[key] = (checksum, num_bytes, now)
             self._objects.move_to_end(key)
-            if len(self._objects) > _MAX_OBJECTS:
-                self._objects.popitem(last=False)
+            self._drop_old(now)
+
+    def __len__(self) -> int:
+        return len(self._objects)
 
     def forget(self, key: bytes) -> None:
         """The store does not have the object."""
@@ -49,3 +52,11 @@ class StoredObjects:
         if known_bytes != num_bytes or self._now() - at > self._trusted_s:
             return None
         return stored_object(item, num_bytes, checksum)
+
+    def _drop_old(self, now: float) -> None:
+        """Under the lock: what nobody may be told any more, and what is one too many."""
+        while True:
+            key, (_, _, at) = next(iter(self._objects.items()))
+            if now - at <= self._trusted_s and len(self._objects) <= _MAX_OBJECTS:
+                return
+            del self._objects[key]
