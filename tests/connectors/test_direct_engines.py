@@ -6,6 +6,7 @@ import asyncio
 import os
 import re
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -248,3 +249,57 @@ async def test_a_store_beside_takes_what_has_no_peer_and_gives_prefixes(
             stats = pair.prefill.client.stats
             assert stats.prompt_tokens_external_kv_transfer == 128
             assert pair.decode.client.stats.prompt_tokens_local_compute == 0
+
+
+async def test_prefill_gives_its_blocks_back_where_decode_has_no_room_and_decode_reads_the_store(
+    model: Path, alone: list[int]
+) -> None:
+    with running_node() as node:
+        beside = {"kvstore": node.address, "read_prefix": True, "reserve_s": 60.0}
+        async with running_pair(
+            model,
+            prefill={**beside, "hold_s": 0.3},
+            decode={**beside, "num_kv_blocks": 32, "write_through": False},
+        ) as pair:
+            pair.relay.loses = (b"COMMIT", b"full")
+            await pair.submit_decode("full", PROMPT[::-1] * 3, **SAMPLING)
+            await pair.decode.until(lambda: pair.decode.client.stats.num_waiting)
+            await pair.submit_prefill("full", PROMPT[::-1] * 3, **SAMPLING)
+            await pair.decode.until(lambda: pair.decode.num_free < 32)
+            await pair.submit("late", PROMPT, **SAMPLING)
+            # its blocks are prefill's no more, though decode has none for it
+            await pair.prefill.ended("late")
+            assert pair.prefill.commits["late"].num_tokens == len(PROMPT)
+            pair.relay.loses = ()
+            await pair.decode.client.abort(["full"])
+            await pair.prefill.client.abort(["full"])
+            await pair.ended("late")
+            assert not pair.decode.failures
+            assert pair.answer("late") == alone
+            # two pages from the store, the tail computed
+            stats = pair.decode.client.stats
+            assert stats.prompt_tokens_external_kv_transfer == 128
+            assert stats.prompt_tokens_local_compute == len(PROMPT) - 128
+            await pair.all_free()
+
+
+async def test_the_next_turn_of_a_conversation_finds_what_decode_has_said(model: Path) -> None:
+    """Prefill stores the prompt's pages, decode those of its output, each once."""
+    with running_node() as node:
+        beside = {"kvstore": node.address}
+        decode = {**beside, "write_through": False, "store_decoded": True}
+        async with running_pair(model, prefill=beside, decode=decode) as pair:
+            await pair.submit("r", PROMPT, max_tokens=150, temperature=0.0, ignore_eos=True)
+            await pair.ended("r")
+            turn = [*PROMPT, *pair.answer("r")]
+            await pair.all_free()
+            # prefill has the prompt's two pages and not the output's: those are in the store
+            name = "next"
+            until = time.monotonic() + 30
+            while time.monotonic() < until:
+                await pair.submit(name, turn, cache_salt=None, max_tokens=4, temperature=0.0)
+                await pair.ended(name)
+                if pair.prefill.client.stats.prompt_tokens_external_kv_transfer:
+                    break
+                name += "-"
+            assert pair.prefill.client.stats.prompt_tokens_external_kv_transfer >= 64

@@ -115,7 +115,15 @@ class Reads:
 class World:
     """A prefill and a decode engine with one request each, and all that lies between them."""
 
-    def __init__(self, num_tokens: int, local_tokens: int, *, verify: bool = True) -> None:
+    def __init__(
+        self,
+        num_tokens: int,
+        local_tokens: int,
+        *,
+        verify: bool = True,
+        stores: tuple[bool, bool] = (False, False),
+    ) -> None:
+        """`stores`: whether prefill and decode have a store beside."""
         self.now = 0.0
         self.verify = verify
         self.num_tokens = num_tokens
@@ -131,6 +139,7 @@ class World:
             self._clock,
             block_size=P_BLOCK,
             checksums=HostChecksums(self.source.bytes, self.source.geometry) if verify else None,
+            stores=stores[0],
         )
         self.decode = TakenPrompts(
             SETTINGS,
@@ -141,6 +150,7 @@ class World:
             granule=lambda _: max(P_BLOCK, D_BLOCK),
             source_block=lambda _: P_BLOCK,
             checksums=HostChecksums(self.target.bytes, self.target.geometry) if verify else None,
+            stores=stores[1],
         )
         rng = np.random.default_rng(3)
         self.kv = rng.integers(0, 256, (num_tokens, 2, 1, 2, ATOM), np.uint8)
@@ -148,7 +158,7 @@ class World:
         self.d_blocks: list[int] = []
         self.computed = 0
         self.state_p, self.state_d = "running", "waiting"
-        self.received = False
+        self.received = self.left_to_store = False
         self.broken = False
         self.decode.offer(
             TakenPrompt(request_id="r", epoch=1, peer=PEER, num_tokens=num_tokens, ttl_s=30)
@@ -269,7 +279,12 @@ class World:
                 self.target.at(self.d_blocks, position)[:] = self.kv[position]
             self.decode.reserved("r", self.local, self.d_blocks)
         output = self.d_reports.take()
-        if "r" in output.finished_recving:
+        if "r" in output.left_to_store and self.state_d in ("waiting", "loading"):
+            assert output.left_to_store["r"].token_id == 77
+            assert not self.reads.open, "nothing writes blocks that are free"
+            self._drop_decode()
+            self.left_to_store, self.state_d = True, "ended"
+        elif "r" in output.finished_recving:
             if self.state_d == "loading":
                 assert output.handed_over["r"].token_id == 77
                 self._check_kv()
@@ -351,12 +366,22 @@ MOVES = st.lists(st.tuples(st.sampled_from(KINDS), st.integers(0, 31)), min_size
 
 
 @settings(max_examples=400, deadline=None)
-@given(moves=MOVES, num_tokens=st.integers(1, 40), local=st.integers(0, 4), verify=st.booleans())
+@given(
+    moves=MOVES,
+    num_tokens=st.integers(1, 40),
+    local=st.integers(0, 4),
+    verify=st.booleans(),
+    stores=st.sampled_from([(False, False), (True, True), (True, False)]),
+)
 def test_any_schedule_ends_with_the_right_kv_or_none_and_no_block_lost(
-    moves: list[tuple[str, int]], num_tokens: int, local: int, verify: bool
+    moves: list[tuple[str, int]],
+    num_tokens: int,
+    local: int,
+    verify: bool,
+    stores: tuple[bool, bool],
 ) -> None:
     local_tokens = min(local * D_BLOCK, (num_tokens - 1) // D_BLOCK * D_BLOCK)
-    world = World(num_tokens, local_tokens, verify=verify)
+    world = World(num_tokens, local_tokens, verify=verify, stores=stores)
     for kind, number in moves:
         world.run(kind, number)
     world.quiet()
@@ -411,6 +436,35 @@ def test_kv_that_is_read_after_its_blocks_were_given_away_is_not_used(how: str) 
     world.quiet()
     assert world.state_d == "ended"
     assert not world.received
+    world.check_end()
+
+
+@pytest.mark.parametrize("stores", [(True, True), (True, False), (False, False)])
+@pytest.mark.parametrize("reserved", [True, False], ids=["reading", "without room"])
+def test_prefill_leaves_to_the_store_what_no_reader_has_room_for(
+    stores: tuple[bool, bool], reserved: bool
+) -> None:
+    """As far as prefill knows: a reader whose ACK was lost gives up what it reads."""
+    world = World(20, 0, stores=stores)
+    world.run("step", 8)
+    world.run("step", 8)
+    world.run("step", 8)
+    if reserved:
+        while world.network and not world.reads.open:
+            world.run("deliver", 0)
+        assert world.reads.open
+    world.network.clear()
+    world.run("time", SETTINGS.hold_s)
+    assert (world.state_p == "ended") == stores[0]
+    while world.network:
+        world.run("deliver", 0)
+    if reserved and stores[0]:
+        assert world.state_d in ("loading", "quarantined")
+        while world.reads.open:
+            world.run("read", 0)
+    assert world.left_to_store == all(stores)
+    assert world.prefill.num_stored == stores[0]
+    world.quiet()
     world.check_end()
 
 

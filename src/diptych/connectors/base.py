@@ -142,8 +142,10 @@ class KVConnectorOutput:
     tokens from position 0 that are valid all the same. A save that failed is in `finished_sending`
     without an entry in `commits` that covers the prompt. `num_dropped_saves` counts objects that
     found no room on their way out, `num_corrupt` requests whose KV came from a peer with a
-    wrong checksum. `handed_over` is of loads from a peer's memory; a request in
-    `failed_handoffs`, which says why, ends here: whoever sent it decides how it goes on.
+    wrong checksum. `handed_over` is of loads from a peer's memory. A request in
+    `failed_handoffs`, which says why, ends here: whoever sent it decides how it goes on. One in
+    `left_to_store` (and in `finished_recving`) goes on as any other that waits: its peer has
+    computed it, but could not hold it; nothing writes its blocks any more.
     """
 
     finished_sending: set[str] = field(default_factory=set)
@@ -152,6 +154,7 @@ class KVConnectorOutput:
     commits: dict[str, KVCommit] = field(default_factory=dict)
     handed_over: dict[str, HandedOver] = field(default_factory=dict)
     failed_handoffs: dict[str, str] = field(default_factory=dict)
+    left_to_store: dict[str, HandedOver] = field(default_factory=dict)
     num_dropped_saves: int = 0
     num_corrupt: int = 0
     rates: TransferRates | None = None
@@ -179,6 +182,10 @@ class KVConnectorScheduler(ABC):
     def request_preempted(self, request: RequestView) -> bool:
         """The request lost its blocks; True if the connector may bring KV back that it had."""
         return False
+
+    def request_left_to_store(self, request: RequestView) -> None:
+        """No peer brings the request's KV any more: it may be looked for as any other's is."""
+        return
 
     @abstractmethod
     def get_num_new_matched_tokens(

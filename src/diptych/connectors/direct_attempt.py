@@ -48,6 +48,7 @@ class Taken:
     ranges: list[ReadRange] = field(default_factory=list)
     latest: HandoffMessage | None = None
     committed: HandoffMessage | None = None
+    stored: HandoffMessage | None = None
     block_ids: list[int] = field(default_factory=list)
     local_tokens: int = 0
     num_reads: int = 0

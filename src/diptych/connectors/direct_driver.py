@@ -65,12 +65,14 @@ class DirectDriver:
         *,
         checksums: Checksums | None = None,
         reads_peers: bool = True,
+        stores: bool = False,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         """Opens the transports, and serves the pool to whoever has its cards.
 
         Args:
             checksums: of the pool; None compares nothing.
+            stores: whether a connector beside keeps KV in a store, and finds it there.
             reads_peers: whether peers are met as soon as they are known, to be read.
 
         Raises:
@@ -108,6 +110,7 @@ class DirectDriver:
             monotonic,
             block_size=layout.block_size,
             checksums=checksums,
+            stores=stores,
         )
         self._taken = TakenPrompts(
             settings,
@@ -118,6 +121,7 @@ class DirectDriver:
             granule=self._granule,
             source_block=self._source_block,
             checksums=checksums,
+            stores=stores,
         )
         self._thread = threading.Thread(target=self._run, name="kv-handoff", daemon=True)
 
@@ -183,11 +187,13 @@ class DirectDriver:
         self._transfer.close()
         given, taken = self._given, self._taken
         _log.info(
-            "hand-offs: %d given and read, %d not; %d received, %d not (%d corrupt); "
-            "%d events without a rule",
+            "hand-offs: %d given and read, %d left to the store, %d not; %d received, %d left to "
+            "the store, %d not (%d corrupt); %d events without a rule",
             given.num_valid,
+            given.num_stored,
             given.num_gone,
             taken.num_received,
+            taken.num_stored,
             taken.failures.total(),
             taken.num_corrupt,
             given.num_ignored + taken.num_ignored,

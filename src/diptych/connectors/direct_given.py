@@ -58,6 +58,7 @@ class _Given:
     last: HandoffMessage | None = None
     repeat_at_s: float = 0.0
     lease_end_s: float = 0.0
+    held_since_s: float = 0.0
     forget_at_s: float | None = None
 
     @property
@@ -83,18 +84,22 @@ class GivenPrompts:
         *,
         block_size: int,
         checksums: Checksums | None = None,
+        stores: bool = False,
     ) -> None:
-        """`send` takes the peer first; without `checksums` none are given."""
+        """`send` takes the peer first; without `checksums` none are given. With `stores` what was
+        computed is in a store as well, but for the tail that fills no page."""
         self._settings = settings
         self._reports = reports
         self._send = send
         self._monotonic = monotonic
         self._block_size = block_size
         self._checksums = checksums
+        self._stores = stores
         self._given: dict[str, _Given] = {}
         self.num_valid = 0
         self.num_gone = 0
         self.num_tokens = 0
+        self.num_stored = 0
         self.num_ignored = 0
 
     # --- from the scheduler
@@ -139,6 +144,7 @@ class GivenPrompts:
             self._extend(entry, num_tokens, block_ids)
             entry.token_id, entry.num_cached_tokens = token_id, max(0, num_cached_tokens)
             entry.committed = entry.machine.number + 1
+            entry.held_since_s = self._monotonic()
             self._step(entry, Event.STEP)
         self._settle(entry)
 
@@ -187,6 +193,9 @@ class GivenPrompts:
             if entry.is_leased and now >= entry.lease_end_s:
                 _log.info("request %s: its reader was silent too long", entry.prompt.request_id)
                 self._step(entry, Event.LEASE_END)
+            if self._is_unwanted(entry) and now >= entry.held_since_s + self._settings.hold_s:
+                _log.info("request %s: no reader has room for it", entry.prompt.request_id)
+                self._step(entry, Event.RESERVE_DEADLINE)
             if entry.machine.state in _REPEATING and now >= entry.repeat_at_s:
                 entry.repeat_at_s = now + self._settings.repeat_s
                 self._step(entry, Event.REPEAT)
@@ -201,6 +210,8 @@ class GivenPrompts:
                 times.append(entry.repeat_at_s)
             if entry.is_leased:
                 times.append(entry.lease_end_s)
+            if self._is_unwanted(entry):
+                times.append(entry.held_since_s + self._settings.hold_s)
             if entry.forget_at_s is not None:
                 times.append(entry.forget_at_s)
         return min(times, default=None)
@@ -211,6 +222,11 @@ class GivenPrompts:
         return sum(entry.owed for entry in self._given.values())
 
     # --- inside
+
+    def _is_unwanted(self, entry: _Given) -> bool:
+        """Whether all is computed, nobody has room for it, and a store has it as well."""
+        machine = entry.machine
+        return self._stores and machine.state is State.HOLDING and not machine.acked
 
     def _extend(self, entry: _Given, num_tokens: int, block_ids: Sequence[int]) -> None:
         """Its KV is in the cache up to here: a whole number of blocks but at the end."""
@@ -235,7 +251,16 @@ class GivenPrompts:
         request_id = entry.prompt.request_id
         entry.repeat_at_s = self._monotonic() + self._settings.repeat_s
         if out.kind not in ANNOUNCEMENTS:
-            wire = HandoffMessage(kind=out.kind, request_id=request_id, epoch=out.epoch)
+            stored = out.kind is Event.STORED
+            wire = HandoffMessage(
+                kind=out.kind,
+                request_id=request_id,
+                epoch=out.epoch,
+                number=out.number,
+                start=out.start,
+                token_id=entry.token_id if stored else -1,
+                num_cached_tokens=entry.num_cached_tokens if stored else 0,
+            )
             self._send(entry.prompt.peer, wire)
             return
         commits = out.kind is Event.COMMIT
@@ -262,15 +287,17 @@ class GivenPrompts:
         if entry.machine.state not in _OVER:
             return
         valid = entry.machine.verdict is Event.VALID
+        stored = entry.machine.state is State.STORED and self._stores
         if entry.forget_at_s is None:
             entry.forget_at_s = self._monotonic() + 2 * self._settings.verdict_s
             entry.last = None
             self.num_valid += valid
-            self.num_gone += not valid
+            self.num_stored += stored
+            self.num_gone += not valid and not stored
             self.num_tokens += entry.num_tokens if valid else 0
         if entry.owed:
             entry.owed = False
-            commit = _commit(entry) if valid else None
+            commit = _commit(entry) if valid or stored else None
             self._reports.sent(entry.prompt.request_id, commit)
             self._drop_oldest()
 

@@ -1,6 +1,7 @@
-"""A request that a peer reads, as the connector beside sees it: one that goes nowhere.
+"""A request of a direct hand-off as the connector beside sees it: one that goes nowhere.
 
-So its prefix is looked for in the store, and its pages go there in the background.
+Where a peer reads it, its prefix is looked for in the store, and its pages go there in the
+background. Where it was read from a peer, its prompt is that peer's to store, its output its own.
 """
 
 from __future__ import annotations
@@ -8,14 +9,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from diptych.connectors.base import RequestView
-from diptych.engine.request import KVTransferParams
+from diptych.engine.request import KVCommit, KVTransferParams
+
+_RECEIVED = KVTransferParams(
+    commit=KVCommit(epoch=1, kv_namespace="", num_tokens=0, objects=[], connector="")
+)
 
 
 @dataclass(frozen=True, slots=True)
 class LocalRequest:
-    """A `RequestView` without a hand-off."""
+    """A `RequestView` without a hand-off; a `received` one has a commit, of nothing."""
 
     request: RequestView
+    received: bool = False
 
     @property
     def request_id(self) -> str:
@@ -51,7 +57,7 @@ class LocalRequest:
 
     @property
     def kv_transfer_params(self) -> KVTransferParams | None:
-        return None
+        return _RECEIVED if self.received else None
 
     def prefix_hash(self, num_tokens: int) -> bytes:
         return self.request.prefix_hash(num_tokens)

@@ -31,11 +31,11 @@ class HandoffMessage(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
     Attributes:
         number: of an announcement, or the last one that an ACK confirms.
-        start: with a COMMIT, the position in the output of the first token that decode samples.
+        start: with a COMMIT or STORED, the position in the output of decode's first token.
         num_tokens: tokens from position 0 on whose KV is announced.
         block_ids: prefill's blocks of them, from position 0 on.
-        token_id: with a COMMIT, what prefill sampled after the prompt.
-        num_cached_tokens: with a COMMIT, prompt tokens that prefill found computed.
+        token_id: with a COMMIT or STORED, what prefill sampled after the prompt.
+        num_cached_tokens: with a COMMIT or STORED, prompt tokens that prefill found computed.
         checksums: with a COMMIT, one per block of prefill; empty where they are not verified.
     """
 

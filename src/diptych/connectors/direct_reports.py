@@ -31,6 +31,13 @@ class DirectReports:
             self._output.finished_recving.add(request_id)
             self._output.handed_over[request_id] = handed_over
 
+    def left_to_store(self, request_id: str, handed_over: HandedOver) -> None:
+        """Its peer holds its KV no more, and nothing writes its blocks: it looks in the store."""
+        with self._lock:
+            self._announced.discard(request_id)
+            self._output.finished_recving.add(request_id)
+            self._output.left_to_store[request_id] = handed_over
+
     def failed(self, request_id: str, why: str) -> None:
         """Its KV will not come. Reads may still write: `read_ended` follows its release."""
         with self._lock:

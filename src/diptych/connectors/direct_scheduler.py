@@ -58,6 +58,7 @@ class DirectScheduler(KVConnectorScheduler):
         self._given: set[str] = set()
         self._lapsed: set[str] = set()
         self._taken: set[str] = set()
+        self._received: set[str] = set()
         self._held: set[str] = set()
 
     @property
@@ -72,7 +73,12 @@ class DirectScheduler(KVConnectorScheduler):
         if params is not None and params.peer is not None and params.reads_peer:
             self._offer(request, params, params.peer)
         elif self._other is not None:
-            self._other.request_added(_for_other(request))
+            self._other.request_added(self._for_other(request))
+
+    def request_left_to_store(self, request: RequestView) -> None:
+        self._taken.discard(request.request_id)
+        if self._other is not None:
+            self._other.request_added(self._for_other(request))
 
     def is_read(self, request_id: str) -> bool:
         return request_id in self._given and request_id not in self._lapsed
@@ -84,7 +90,7 @@ class DirectScheduler(KVConnectorScheduler):
             self._driver.preempted(request.request_id)
         if self._other is None or request.request_id in self._taken:
             return False
-        return self._other.request_preempted(_for_other(request))
+        return self._other.request_preempted(self._for_other(request))
 
     def get_num_new_matched_tokens(
         self, request: RequestView, num_computed_tokens: int
@@ -95,7 +101,7 @@ class DirectScheduler(KVConnectorScheduler):
             return request.num_tokens - num_computed_tokens, True
         if self._other is None:
             return 0, False
-        return self._other.get_num_new_matched_tokens(_for_other(request), num_computed_tokens)
+        return self._other.get_num_new_matched_tokens(self._for_other(request), num_computed_tokens)
 
     def update_state_after_alloc(
         self, request: RequestView, block_ids: list[int], num_external_tokens: int
@@ -103,7 +109,7 @@ class DirectScheduler(KVConnectorScheduler):
         if request.request_id not in self._taken:
             if self._other is not None:
                 self._other.update_state_after_alloc(
-                    _for_other(request), block_ids, num_external_tokens
+                    self._for_other(request), block_ids, num_external_tokens
                 )
         elif num_external_tokens:
             local = request.num_tokens - num_external_tokens
@@ -117,9 +123,11 @@ class DirectScheduler(KVConnectorScheduler):
         for request_id, (request, block_ids, num_tokens) in scheduled.items():
             if request_id in self._taken:
                 continue
-            others[request_id] = (_for_other(request), block_ids, num_tokens)
+            others[request_id] = (self._for_other(request), block_ids, num_tokens)
             params = request.kv_transfer_params
-            if params is None or params.peer is None or request_id in self._lapsed:
+            if params is None or params.peer is None or params.reads_peer:
+                continue
+            if request_id in self._lapsed:
                 continue
             self._begin(request, params, params.peer)
             if num_tokens < request.num_tokens:
@@ -136,7 +144,8 @@ class DirectScheduler(KVConnectorScheduler):
             return False
         sends = False
         if self._other is not None:
-            sends = self._other.request_finished(_for_other(request), block_ids)
+            sends = self._other.request_finished(self._for_other(request), block_ids)
+        self._received.discard(request_id)
         if request_id not in self._given:
             return sends
         self._given.discard(request_id)
@@ -154,6 +163,10 @@ class DirectScheduler(KVConnectorScheduler):
 
     def update_connector_output(self, output: KVConnectorOutput) -> None:
         self._held -= output.finished_sending
+        # from here on they are requests like others, whose prompts need not be stored again
+        received = self._taken & output.handed_over.keys()
+        self._taken -= received
+        self._received |= received
         if self._other is not None:
             self._other.update_connector_output(output)
 
@@ -198,8 +211,9 @@ class DirectScheduler(KVConnectorScheduler):
             )
         )
 
-
-def _for_other(request: RequestView) -> RequestView:
-    """What the connector beside sees of it."""
-    params = request.kv_transfer_params
-    return request if params is None or params.peer is None else LocalRequest(request)
+    def _for_other(self, request: RequestView) -> RequestView:
+        """What the connector beside sees of it."""
+        params = request.kv_transfer_params
+        if params is None or params.peer is None:
+            return request
+        return LocalRequest(request, request.request_id in self._received)

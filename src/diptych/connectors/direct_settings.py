@@ -26,6 +26,8 @@ class DirectSettings:
         tls_name: that a peer's certificate must bear; its address if empty.
         verify_kv: compare checksums of all blocks before the KV is used.
         repeat_s: between repetitions of what was not confirmed.
+        hold_s: prefill keeps a computed prompt for so long while no reader has room for it; then
+            the reader is sent to the store. Only where both have one.
         lease_s: prefill keeps announced blocks for so long after the last sign of its reader.
         reserve_s: decode waits for so long for room, once the KV is announced.
         read_s: for one range to arrive.
@@ -45,6 +47,7 @@ class DirectSettings:
     tls_name: str = ""
     verify_kv: bool = True
     repeat_s: float = 0.1
+    hold_s: float = 5.0
     lease_s: float = 30.0
     reserve_s: float = 20.0
     read_s: float = 10.0

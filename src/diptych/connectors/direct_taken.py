@@ -56,6 +56,7 @@ class TakenPrompts:
         granule: Callable[[str], int],
         source_block: Callable[[str], int],
         checksums: Checksums | None = None,
+        stores: bool = False,
     ) -> None:
         """
         Args:
@@ -65,6 +66,7 @@ class TakenPrompts:
             source_block: of a peer: tokens of its blocks, which its checksums are of; 0 where its
                 checksums are not ours to compare.
             checksums: of this pool; None compares nothing.
+            stores: whether KV that its source held for too long may be in a store.
         """
         self._settings = settings
         self._reports = reports
@@ -74,11 +76,13 @@ class TakenPrompts:
         self._granule = granule
         self._source_block = source_block
         self._checksums = checksums
+        self._stores = stores
         self._taken: dict[str, Taken] = {}
         self.times = HandoffTimes()
         self.num_received = 0
         self.failures: Counter[str] = Counter()
         self.num_tokens = 0
+        self.num_stored = 0
         self.num_corrupt = 0
         self.num_ignored = 0
 
@@ -131,12 +135,11 @@ class TakenPrompts:
             return
         if message.kind in (Event.REVOKE, Event.GONE):
             entry.why = f"the prefill worker said {message.kind}"
-        inner = Message(message.kind, DECODE, message.epoch, message.number)
-        self._step(entry, message.kind, inner)
-        if entry.machine.state is State.STORE_READING:
-            # nothing stores a direct hand-off's KV: its source held it for too long
+        if message.kind is Event.STORED and message.epoch == entry.machine.epoch:
             entry.why = "the prefill worker gave up holding its KV"
-            self._step(entry, Event.STORE_READ_FAILED)
+            entry.stored = message
+        inner = Message(message.kind, DECODE, message.epoch, message.number, start=message.start)
+        self._step(entry, message.kind, inner)
 
     def peer_gone(self, peer: str, why: str) -> None:
         """That incarnation computes and holds nothing any more."""
@@ -377,6 +380,9 @@ class TakenPrompts:
         request_id, state = entry.prompt.request_id, entry.machine.state
         if self._taken.get(request_id) is not entry:
             return
+        if state is State.STORE_READING and entry.stored is not None:
+            self._leave_to_store(entry, entry.stored)
+            return
         if state is State.DECODING and entry.committed is not None:
             del self._taken[request_id]
             self.num_received += 1
@@ -396,3 +402,16 @@ class TakenPrompts:
         elif state is State.RELEASED:
             del self._taken[request_id]
             self._reports.read_ended(request_id)
+
+    def _leave_to_store(self, entry: Taken, stored: HandoffMessage) -> None:
+        """The store is read for the scheduler's request itself, and what is not there computed;
+        that begins once nothing writes the blocks that it has now."""
+        if not self._stores:
+            self._step(entry, Event.STORE_READ_FAILED)
+        elif not entry.machine.quarantine:
+            request_id = entry.prompt.request_id
+            del self._taken[request_id]
+            self.num_stored += 1
+            self._reports.left_to_store(
+                request_id, HandedOver(stored.token_id, stored.num_cached_tokens)
+            )

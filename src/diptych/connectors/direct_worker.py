@@ -55,6 +55,7 @@ class DirectWorker(KVConnectorWorker):
             layout,
             checksums=checksums,
             reads_peers=self._reads_peers,
+            stores=self._other is not None,
         )
         if self._other is not None:
             self._other.register_kv_caches(kv_cache, layout)

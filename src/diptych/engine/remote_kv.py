@@ -141,7 +141,9 @@ class RemoteKV:
         loaded = []
         for request_id in sorted(output.finished_recving):
             request = self.loading.pop(request_id, None)
-            if request is not None:
+            if request is not None and request_id in output.left_to_store:
+                self._unload(request)
+            elif request is not None:
                 if (handed := output.handed_over.get(request_id)) is not None:
                     request.take_over(handed.token_id, handed.num_cached_tokens)
                 self._finish_load(request, output.failed_recving.get(request_id))
@@ -151,6 +153,19 @@ class RemoteKV:
         for request_id in sorted(output.finished_sending):
             self._finish_save(request_id, output.commits.get(request_id))
         return loaded
+
+    def _unload(self, request: SchedulerRequest) -> None:
+        """Nothing has come, nothing will: the request waits again, without blocks."""
+        self._kv.free(request.request_id, request.last_step)
+        request.rewind()
+        request.status = RequestStatus.WAITING
+        request.num_external_tokens = 0
+        request.remote_kv_tried = False
+
+    def note_left_to_store(self, request: SchedulerRequest) -> None:
+        """Its peer computed it and holds it no more: it waits as any other."""
+        if self._connector is not None:
+            self._connector.request_left_to_store(request)
 
     def _finish_load(self, request: SchedulerRequest, num_valid_tokens: int | None) -> None:
         if num_valid_tokens is None:

@@ -16,7 +16,7 @@ import bisect
 from collections.abc import Iterable
 
 from diptych.config import EngineConfig
-from diptych.connectors.base import KVConnectorScheduler, KVLayout
+from diptych.connectors.base import HandedOver, KVConnectorScheduler, KVLayout
 from diptych.engine.expected_output import ExpectedOutput
 from diptych.engine.kv_cache_manager import ComputedBlocks, KVCacheManager
 from diptych.engine.limits import check_request
@@ -176,6 +176,8 @@ class Scheduler:
         if transfers is not None:
             for loaded in self._remote.update(transfers):
                 self._admit_loaded(loaded)
+            for request_id, handed in transfers.left_to_store.items():
+                self._leave_to_store(request_id, handed)
             for request_id, why in transfers.failed_handoffs.items():
                 self._fail_handoff(request_id, why)
 
@@ -408,6 +410,20 @@ class Scheduler:
         if status.is_finished:
             self._finish(request, status)
             self._outputs.add_end(request)
+
+    def _leave_to_store(self, request_id: str, handed: HandedOver) -> None:
+        """Its KV may be in the store: it waits like one that was never a peer's, with the token
+        that the peer has sampled."""
+        request = self._requests.get(request_id)
+        if request is None:
+            return
+        if request_id not in self._waiting:
+            self._waiting.push(request)
+        if request.take_over(handed.token_id, handed.num_cached_tokens):
+            self._finish(request, request.status)
+            self._outputs.add_end(request)
+        else:
+            self._remote.note_left_to_store(request)
 
     def _fail_handoff(self, request_id: str, why: str) -> None:
         """Its KV will not come from its peer: whoever sent it decides how it goes on."""
