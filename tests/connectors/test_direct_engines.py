@@ -163,6 +163,24 @@ async def test_decode_gives_up_on_a_prefill_worker_that_is_silent_or_gone(
         assert [token for _, token in pair.decode.tokens["own"]] == alone
 
 
+async def test_a_link_that_failed_its_test_is_tested_again(model: Path) -> None:
+    async with running_pair(model, decode={"test_s": 1.0, "transports": "tcp"}) as pair:
+        prefill = pair.prefill.client.pid
+        assert prefill is not None
+        links = pair.decode.links
+        async with asyncio.timeout(60):
+            while not (PREFILL in links and links[PREFILL].usable):
+                await asyncio.sleep(0.05)
+            os.kill(prefill, signal.SIGSTOP)
+            pair.lose_prefill()
+            pair.introduce()
+            while links[PREFILL].usable or not links[PREFILL].failure:
+                await asyncio.sleep(0.05)
+            os.kill(prefill, signal.SIGCONT)
+            while not links[PREFILL].usable:
+                await asyncio.sleep(0.05)
+
+
 async def test_prefill_takes_its_blocks_back_from_a_reader_that_never_comes(model: Path) -> None:
     settings = {"lease_s": 0.4}
     async with running_pair(model, prefill=settings, decode=settings) as pair:

@@ -468,6 +468,21 @@ def test_prefill_leaves_to_the_store_what_no_reader_has_room_for(
     world.check_end()
 
 
+@pytest.mark.parametrize("failures", [1, 2])
+def test_a_read_that_failed_is_tried_once_more(failures: int) -> None:
+    world = World(20, 0)
+    for _ in range(3):
+        world.run("step", 8)
+    while world.network and not world.reads.open:
+        world.run("deliver", 0)
+    for _ in range(failures):
+        assert world.reads.open
+        world.run("fail", 0)
+    world.quiet()
+    assert world.received == (failures == 1)
+    world.check_end()
+
+
 def test_a_lost_verdict_is_asked_for_again() -> None:
     world = World(20, 0)
     for _ in range(3):

@@ -31,6 +31,7 @@ class ReadRange:
 
     start: int
     end: int
+    tries: int = 0
     posted: bool = False
     cancelled: bool = False
     here: bool = False

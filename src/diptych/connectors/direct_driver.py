@@ -24,6 +24,7 @@ from diptych.connectors.direct_reports import DirectReports
 from diptych.connectors.direct_settings import DirectSettings
 from diptych.connectors.direct_taken import TakenPrompts
 from diptych.connectors.kv_checksums import Checksums
+from diptych.connectors.link_retries import LinkRetries
 from diptych.connectors.peer_reads import (
     PeerReads,
     RankCard,
@@ -52,6 +53,8 @@ _log = logging.getLogger(__name__)
 
 _JOIN_S = 10.0
 _LINK_LOOK_S = 0.02
+# how soon a link that was lost is noticed though nothing is read
+_IDLE_LOOK_S = 1.0
 
 
 class DirectDriver:
@@ -92,6 +95,7 @@ class DirectDriver:
         self._cards: dict[str, list[RankCard]] = {}
         self._links: dict[str, PeerLink] = {}
         self._figures = HandoffFigures()
+        self._retries = LinkRetries(monotonic)
         self._closing = False
         names = settings.transport_names
         self._transfer = TransferThread(
@@ -101,7 +105,11 @@ class DirectDriver:
             test_timeout_s=settings.test_s,
             on_result=self._wake,
         )
-        self._endpoint = self._transfer.start()
+        try:
+            self._endpoint = self._transfer.start()
+        except BaseException:
+            os.close(self._wake_fd)
+            raise
         self._reads = PeerReads(self._transfer, self._geometry, "")
         self._given = GivenPrompts(
             settings,
@@ -120,6 +128,7 @@ class DirectDriver:
             monotonic,
             granule=self._granule,
             source_block=self._source_block,
+            relink=self._connect,
             checksums=checksums,
             stores=stores,
         )
@@ -278,10 +287,12 @@ class DirectDriver:
             os.eventfd_read(self._wake_fd)
 
     def _sleep_ms(self) -> int | None:
-        times = [self._given.next_at_s(), self._taken.next_at_s()]
+        times = [self._given.next_at_s(), self._taken.next_at_s(), self._retries.next_at_s()]
         now = self._monotonic()
         if any(not link.usable and not link.failure for link in self._links.values()):
             times.append(now + _LINK_LOOK_S)
+        elif any(link.usable for link in self._links.values()):
+            times.append(now + _IDLE_LOOK_S)
         known = [time_s - now for time_s in times if time_s is not None]
         return max(0, math.ceil(min(known) * 1e3)) if known else None
 
@@ -318,14 +329,20 @@ class DirectDriver:
 
     def _meet(self, peer: str, cards: list[RankCard]) -> None:
         self._cards[peer] = cards
-        if not self._reads_peers:
+        if self._reads_peers:
+            self._connect(peer)
+
+    def _connect(self, peer: str) -> None:
+        """Test the link to a peer, unless it works; in vain where its KV is of no use here."""
+        if peer not in self._cards:
             return
         try:
-            self._reads.connect(peer, cards)
+            self._reads.connect(peer, self._cards[peer])
         except TransferError as error:
             self._tell_link(PeerLink(peer, False, failure=error.message))
             return
-        self._tell_link(PeerLink(peer, False))
+        if peer not in self._links or not self._links[peer].usable:
+            self._tell_link(PeerLink(peer, False))
 
     def _part(self, peer: str) -> None:
         self._given.peer_gone(peer)
@@ -333,18 +350,26 @@ class DirectDriver:
         self._reads.disconnect(peer)
         self._cards.pop(peer, None)
         self._links.pop(peer, None)
+        self._retries.forget(peer)
 
     def _look_at_links(self) -> None:
         """Say what became of the tests, and of links that worked."""
         if not self._links:
             return
+        for peer in self._retries.take_due():
+            self._connect(peer)
         reports = self._transfer.links()
         for peer, known in list(self._links.items()):
             ranks = self._reads.source_ranks(peer)
             links = [reports.get(f"{peer}/{rank}") for rank in ranks]
             now = _summary(peer, [link for link in links if link is not None])
-            if now is not None and now != known:
-                self._tell_link(now)
+            if now is None or now == known:
+                continue
+            self._tell_link(now)
+            if now.usable:
+                self._retries.forget(peer)
+            else:
+                self._retries.failed(peer)
 
     def _tell_link(self, link: PeerLink) -> None:
         self._links[link.peer] = link

@@ -31,6 +31,7 @@ class DirectSettings:
         lease_s: prefill keeps announced blocks for so long after the last sign of its reader.
         reserve_s: decode waits for so long for room, once the KV is announced.
         read_s: for one range to arrive.
+        read_tries: for one range, where a read ended before its time.
         silence_s: of a prefill worker that is taken for lost.
         verdict_s: for prefill's word that what was read had stayed whole.
         test_s: for the test of one transport to a peer.
@@ -51,6 +52,7 @@ class DirectSettings:
     lease_s: float = 30.0
     reserve_s: float = 20.0
     read_s: float = 10.0
+    read_tries: int = 2
     silence_s: float = 5.0
     verdict_s: float = 5.0
     test_s: float = 5.0
@@ -69,6 +71,8 @@ class DirectSettings:
             value = getattr(self, field.name)
             if type(field.default) is float and value <= 0:
                 raise ConfigError(f"{field.name} must be positive, not {value!r}")
+        if self.read_tries < 1:
+            raise ConfigError(f"read_tries must be at least 1, not {self.read_tries}")
         files = (self.tls_certificate, self.tls_key, self.tls_authority)
         if any(files) and not all(files):
             raise ConfigError("tls_certificate, tls_key and tls_authority come together")

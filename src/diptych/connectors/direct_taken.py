@@ -55,6 +55,7 @@ class TakenPrompts:
         *,
         granule: Callable[[str], int],
         source_block: Callable[[str], int],
+        relink: Callable[[str], None] = lambda peer: None,
         checksums: Checksums | None = None,
         stores: bool = False,
     ) -> None:
@@ -65,6 +66,7 @@ class TakenPrompts:
                 so that no block of either side is read in two parts.
             source_block: of a peer: tokens of its blocks, which its checksums are of; 0 where its
                 checksums are not ours to compare.
+            relink: connects a peer anew whose connection was lost.
             checksums: of this pool; None compares nothing.
             stores: whether KV that its source held for too long may be in a store.
         """
@@ -75,6 +77,7 @@ class TakenPrompts:
         self._monotonic = monotonic
         self._granule = granule
         self._source_block = source_block
+        self._relink = relink
         self._checksums = checksums
         self._stores = stores
         self._taken: dict[str, Taken] = {}
@@ -167,9 +170,12 @@ class TakenPrompts:
                 self._arrived(entry, number)
             else:
                 self._step(entry, Event.READ_ENDED, block=bit)
+        elif pulling and part.ended and part.tries < self._settings.read_tries:
+            _log.info("request %s is read again: %s", request_id, entry.why)
+            self._relink(entry.prompt.peer)
+            self._read(entry, number)
         elif pulling:
-            failed = part.ended
-            event = Event.READ_FAILED if failed else Event.READ_DEADLINE
+            event = Event.READ_FAILED if part.ended else Event.READ_DEADLINE
             self._step(entry, event, block=bit)
         elif part.ended:
             self._step(entry, Event.READ_ENDED, block=bit)
@@ -308,23 +314,30 @@ class TakenPrompts:
             if part.posted or not entry.machine.reading >> number & 1:
                 continue
             part.posted = True
-            start = max(part.start, entry.local_tokens)
-            if start >= part.end:
+            if max(part.start, entry.local_tokens) >= part.end:
                 part.here = part.ended = True
                 self._arrived(entry, number)
-                continue
-            entry.num_reads += 1
-            self._reads.read(
-                RangeRead(
-                    read_id=f"{entry.prompt.request_id}/{number}",
-                    incarnation=entry.prompt.peer,
-                    source_blocks=BlockTable.of(entry.latest.block_ids),
-                    target_blocks=BlockTable.of(entry.block_ids),
-                    start_token=start,
-                    end_token=part.end,
-                    deadline_s=self._monotonic() + self._settings.read_s,
-                )
+            else:
+                self._read(entry, number)
+
+    def _read(self, entry: Taken, number: int) -> None:
+        """Order the read of a range; the machine has it as under way, the first time or again."""
+        assert entry.latest is not None
+        part = entry.ranges[number]
+        part.tries += 1
+        part.ended = False
+        entry.num_reads += 1
+        self._reads.read(
+            RangeRead(
+                read_id=f"{entry.prompt.request_id}/{number}",
+                incarnation=entry.prompt.peer,
+                source_blocks=BlockTable.of(entry.latest.block_ids),
+                target_blocks=BlockTable.of(entry.block_ids),
+                start_token=max(part.start, entry.local_tokens),
+                end_token=part.end,
+                deadline_s=self._monotonic() + self._settings.read_s,
             )
+        )
 
     def _arrived(self, entry: Taken, number: int) -> None:
         """A range is here; the last of all counts once all are, and are right."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING
 
 from diptych.connectors.base import (
@@ -16,9 +17,13 @@ from diptych.connectors.direct_settings import DirectSettings
 from diptych.connectors.kv_checksums import checksums_of
 from diptych.connectors.peer_reads import geometry_of
 from diptych.connectors.transports.memory import memory_of
+from diptych.errors import TransferError
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+_log = logging.getLogger(__name__)
 
 
 class DirectWorker(KVConnectorWorker):
@@ -38,10 +43,9 @@ class DirectWorker(KVConnectorWorker):
         self._driver: DirectDriver | None = None
 
     @property
-    def driver(self) -> DirectDriver:
-        """Known once the cache is registered."""
-        if self._driver is None:
-            raise RuntimeError("register_kv_caches has not been called")
+    def driver(self) -> DirectDriver | None:
+        """Once the cache is registered; None where no transport can reach it, and every request is
+        the other connector's."""
         return self._driver
 
     def register_kv_caches(self, kv_cache: Tensor, layout: KVLayout) -> None:
@@ -49,19 +53,23 @@ class DirectWorker(KVConnectorWorker):
         checksums = None
         if self._settings.verify_kv:
             checksums = checksums_of(kv_cache, geometry_of(layout))
-        self._driver = DirectDriver(
-            self._settings,
-            memory,
-            layout,
-            checksums=checksums,
-            reads_peers=self._reads_peers,
-            stores=self._other is not None,
-        )
+        try:
+            self._driver = DirectDriver(
+                self._settings,
+                memory,
+                layout,
+                checksums=checksums,
+                reads_peers=self._reads_peers,
+                stores=self._other is not None,
+            )
+        except TransferError as error:
+            instead = "computed anew" if self._other is None else "moved through the store"
+            _log.error("no direct hand-offs, KV is %s: %s", instead, error.message)
         if self._other is not None:
             self._other.register_kv_caches(kv_cache, layout)
 
     def start_load_kv(self, metadata: KVConnectorMetadata) -> None:
-        other = metadata.other if isinstance(metadata, DirectMetadata) else None
+        other = self._for_other(metadata)
         if self._other is not None and other is not None:
             self._other.start_load_kv(other)
 
@@ -74,18 +82,22 @@ class DirectWorker(KVConnectorWorker):
             self._other.save_kv_layer(layer)
 
     def wait_for_save(self, metadata: KVConnectorMetadata) -> None:
-        if not isinstance(metadata, DirectMetadata):
-            return
-        for chunk in metadata.chunks:
-            self.driver.computed(chunk.request_id, chunk.num_tokens, chunk.block_ids)
-        if self._other is not None and metadata.other is not None:
-            self._other.wait_for_save(metadata.other)
+        if self._driver is not None and isinstance(metadata, DirectMetadata):
+            for chunk in metadata.chunks:
+                self._driver.computed(chunk.request_id, chunk.num_tokens, chunk.block_ids)
+        other = self._for_other(metadata)
+        if self._other is not None and other is not None:
+            self._other.wait_for_save(other)
 
     def get_finished(self) -> KVConnectorOutput:
-        ours = self.driver.reports.take()
+        ours = KVConnectorOutput() if self._driver is None else self._driver.reports.take()
         if self._other is not None:
             _merge(ours, self._other.get_finished())
         return ours
+
+    def _for_other(self, metadata: KVConnectorMetadata) -> KVConnectorMetadata | None:
+        """The other connector's part: all of it where there is no driver."""
+        return metadata.other if isinstance(metadata, DirectMetadata) else metadata
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         return set() if self._other is None else self._other.get_block_ids_with_load_errors()

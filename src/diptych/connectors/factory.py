@@ -45,6 +45,8 @@ def make_scheduler_connector(
         if not isinstance(worker, DirectWorker):
             raise ConfigError(f"{DIRECT} runs in the process of its worker half only")
         other = _store_scheduler(layout, StoreSettings.of(extra)) if has_store(extra) else None
+        if worker.driver is None:
+            return other
         return DirectScheduler(worker.driver, namespace, other)
     if transfer.kv_connector == STORE:
         return _store_scheduler(layout, StoreSettings.of(extra))

@@ -59,7 +59,7 @@ def open_transports(
 
     Raises:
         ConfigError: an unknown name, or a setting that a transport cannot use.
-        TransferError: a transport that was asked for by name does not work here.
+        TransferError: none of them works here.
     """
     settings = settings or TransportSettings()
     check_names(names)
@@ -72,9 +72,10 @@ def open_transports(
         try:
             opened.append(_MAKERS[name](settings))
         except TransferError as error:
-            if name in names:
-                raise
-            _log.info("no transfers over %s: %s", name, error.message)
+            level = logging.WARNING if name in names else logging.INFO
+            _log.log(level, "no transfers over %s: %s", name, error.message)
+    if not opened:
+        raise TransferError(f"none of the transports {', '.join(chosen)} works here")
     return opened
 
 
