@@ -96,7 +96,6 @@ def _server(args: argparse.Namespace) -> Iterator[_Target]:
     flags += ["--served-model-name", name, *args.up_flags]
     with Deployment("serve" if args.aggregated else "up", flags) as deployment:
         deployment.wait_ready(args.up_timeout)
-        time.sleep(args.settle)
         yield _Target(
             url=deployment.url,
             model=name,
@@ -142,6 +141,7 @@ async def _measure(
         for answer in (await run_load(client, warm, [0.0] * len(warm), 1)).answers:
             if answer.error is not None:
                 raise UnavailableError(f"a warm-up request failed: {answer.error}")
+        await asyncio.sleep(args.settle)
         before = await scrape(session, target.metrics_url)
         due_s = due_times(args, loads)
         with _quiet_garbage():

@@ -37,7 +37,6 @@ def _add_server(group: Any) -> None:
     add("--up", action="store_true", help="start a system on this machine, as `diptych up` does")
     add("--aggregated", action="store_true", help="with --up: one engine, as `diptych serve`")
     add("--up-timeout", type=float, default=300.0, help="seconds until it must be ready")
-    add("--settle", type=float, default=0.0, help="seconds after it is ready: GPU hosts pin memory")
     add("up_flags", nargs="*", metavar="-- UP_FLAG", help="flags of `diptych up`, after a `--`")
 
 
@@ -74,6 +73,7 @@ def _add_traffic(group: Any) -> None:
     add("--ramp", type=_positive, default=1.0, help="rate at the end over that at the start")
     add("--max-concurrency", type=count, help="most requests under way")
     add("--num-warmups", type=int, default=2, help="requests before, one by one, not counted")
+    add("--settle", type=float, default=0.0, help="seconds after them: GPU hosts pin memory then")
     add("--seed", type=int, default=0, help="of prompts and arrivals")
     add("--disable-tqdm", action="store_true", help="show no progress")
 
