@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -30,6 +30,7 @@ from diptych.services.router.declined import Declined
 from diptych.services.router.inbox import Inbox
 from diptych.services.router.membership import Members
 from diptych.services.router.metrics import RouterMetrics
+from diptych.services.router.paces import Paces
 from diptych.services.router.picker import Option, Picker, PickRequest
 from diptych.services.router.route import (
     Attempt,
@@ -73,6 +74,8 @@ class _Job:
     links: dict[str, WorkerLink] = field(default_factory=dict)
     prefill_incarnation: str = ""
     token_1_at: float | None = None
+    asked_at: float = 0.0
+    before_token_1: int = 0
 
 
 class _Choice(NamedTuple):
@@ -102,8 +105,14 @@ class Dispatcher:
         metrics: RouterMetrics,
         times: DispatchTimes | None = None,
         ways: HandoffWays | None = None,
+        paces: Paces | None = None,
     ) -> None:
-        """`ways`: how KV may move; through the store alone if absent."""
+        """
+        Args:
+            ways: how KV may move; through the store alone if absent.
+            paces: takes what is measured.
+        """
+        self._paces = paces or Paces()
         self._ways = ways
         self._members = members
         self._picker = picker
@@ -202,27 +211,32 @@ class Dispatcher:
 
     def _choose(self, job: _Job) -> _Choice | None:
         ready = {link.key: link for link in self._members.ready}
-        stages = job.route.options(ready.values())
-        if not stages:
+        options = list(self._options(job, ready))
+        if not options:
             return None
-        option = self._pick(job, ready, stages)
-        link, partner = ready[option.worker.key], None
-        if option.stage is Stage.PAIR:
-            partners = job.route.partners(ready.values(), link)
-            partner = ready[self._pick(job, ready, partners).worker.key]
-        elif not job.route.has_begun and link.role is not Role.AGGREGATED:
-            self._declined.note(job.route.obstacles(ready.values()))
-        return _Choice(link, option.stage, partner)
-
-    def _pick(self, job: _Job, ready: dict[str, WorkerLink], stages: dict[str, Stage]) -> Option:
-        options = [Option(ready[key], stage) for key, stage in stages.items()]
         request = PickRequest(
             request_id=job.request.request_id,
             num_prompt_tokens=len(job.request.prompt_token_ids),
             num_output_tokens=job.route.num_tokens,
             priority=job.request.priority,
         )
-        return self._picker.pick(options, request)
+        picked = self._picker.pick(options, request)
+        link = ready[picked.worker.key]
+        if picked.partner is not None:
+            return _Choice(link, picked.stage, ready[picked.partner.key])
+        if not job.route.has_begun and link.role is not Role.AGGREGATED:
+            self._declined.note(job.route.obstacles(ready.values()))
+        return _Choice(link, picked.stage, None)
+
+    @staticmethod
+    def _options(job: _Job, ready: dict[str, WorkerLink]) -> Iterator[Option]:
+        """Each worker that may take the next attempt, or each pair of them."""
+        for key, stage in job.route.options(ready.values()).items():
+            if stage is not Stage.PAIR:
+                yield Option(ready[key], stage)
+                continue
+            for partner in job.route.partners(ready.values(), ready[key]):
+                yield Option(ready[key], stage, ready[partner])
 
     async def _await_worker(self, job: _Job) -> None:
         """Nobody is left: a request that has begun waits for a worker to come back.
@@ -251,6 +265,9 @@ class Dispatcher:
             job.prefill_incarnation = link.info.incarnation
         messages = [self._message(job, attempt, each, links) for each in links]
         job.links = {each.key: each for each in links}
+        num_tokens = len(job.request.prompt_token_ids) + job.route.num_tokens
+        job.before_token_1 = link.num_tokens_in_flight + num_tokens
+        job.asked_at = self._clock.monotonic()
         reach("router.submit")
         results = await asyncio.gather(
             *(each.submit(m, job.inbox) for each, m in zip(links, messages, strict=True)),
@@ -326,7 +343,7 @@ class Dispatcher:
                 reach(f"router.{step.outcome.name.lower()}")
                 # the books are closed first: who takes the last step may never ask for another
                 self._close_books(job, attempt, step.outcome, step.worker_key)
-                self._note_gap(job, attempt, step.released)
+                self._note_times(job, attempt, step.released)
                 yield step
                 if step.outcome in _ENDS:
                     return
@@ -335,17 +352,24 @@ class Dispatcher:
             if route.awaits_handoff:
                 wait_until = self._clock.monotonic() + self._times.handoff_s
 
-    def _note_gap(self, job: _Job, attempt: Attempt, released: Released | None) -> None:
+    def _note_times(self, job: _Job, attempt: Attempt, released: Released | None) -> None:
         """Token 1, and token 2 where it is another worker's: the hand-off is done."""
         if released is None or not released.token_ids:
             return
         now = self._clock.monotonic()
+        is_first = released.first_position == len(attempt.output_token_ids)
+        if is_first and attempt.stage is not Stage.DECODE:
+            self._paces.token_1(attempt.worker_key, job.before_token_1, now - job.asked_at)
         if released.first_position == 0 and attempt.stage in (Stage.PREFILL, Stage.PAIR):
             job.token_1_at = now
         if released.first_position + len(released.token_ids) < 2 or job.token_1_at is None:
             return
         way = _WAYS.get(attempt.stage, "none")
         self._metrics.handoff_gap.labels(way=way).observe(now - job.token_1_at)
+        if attempt.stage is Stage.DECODE:
+            per_token = job.links[attempt.worker_key].kv_bytes_per_token if job.links else 0
+            num_bytes = per_token * len(job.request.prompt_token_ids)
+            self._paces.stored(num_bytes, now - job.token_1_at)
         job.token_1_at = None
 
     def _count_handoff(self, attempt: Attempt, result: str) -> None:

@@ -33,7 +33,8 @@ from diptych.services.router.membership import (
     static_membership,
 )
 from diptych.services.router.metrics import RouterMetrics
-from diptych.services.router.picker import LeastLoaded
+from diptych.services.router.paces import Paces
+from diptych.services.router.picker import LeastTime
 from diptych.services.router.request_ids import InternalIds
 from diptych.services.router.route import HandoffWays, StoreOnly
 from diptych.services.router.served import Served
@@ -195,14 +196,16 @@ class _Routing:
         members = Members(make_link, names.__contains__)
         keys = TicketKeys.load(router.ticket_keys) if router.ticket_keys else TicketKeys.drawn()
         metrics = RouterMetrics(new_registry(), names[0], members.count)
+        paces = Paces()
         dispatcher = Dispatcher(
             members,
-            LeastLoaded(clock),
+            LeastTime(clock, paces),
             TicketIssuer(keys, incarnation),
             clock,
             metrics,
             dispatch_times or DispatchTimes(first_token_s=router.first_token_timeout_s),
             _WAYS[router.handoff],
+            paces,
         )
         return cls(incarnation, members, dispatcher, metrics)
 

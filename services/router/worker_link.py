@@ -96,6 +96,7 @@ class WorkerLink:
         self._cancels: dict[str, int] = {}
         self._peers: dict[str, worker_pb2.HandoffPeer] = {}
         self._peers_sent: set[str] = set()
+        self._readable: dict[str, float] = {}
         self._wake = asyncio.Event()
         self._hurry = asyncio.Event()
         self._met_at = clock.monotonic()
@@ -139,8 +140,7 @@ class WorkerLink:
 
     def reads(self, incarnation: str) -> float | None:
         """GB/s of its link to that worker; None until the link has passed its test."""
-        links = (k for k in self.info.handoff_links if not k.failure)
-        return next((k.gb_per_s for k in links if k.incarnation == incarnation), None)
+        return self._readable.get(incarnation)
 
     @property
     def tests_links(self) -> bool:
@@ -190,6 +190,11 @@ class WorkerLink:
     def kv_usage(self) -> float:
         """Share of its KV blocks in use."""
         return self.load.kv_usage
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Of its KV; 0 where it is not known."""
+        return self.info.kv_bytes_per_token
 
     @property
     def num_requests(self) -> int:
@@ -430,6 +435,7 @@ class WorkerLink:
             self._cancels.clear()
         changed = info.draining != self.info.draining or info.role != self.info.role
         self.info, self.load = info, info.load
+        self._readable = {k.incarnation: k.gb_per_s for k in info.handoff_links if not k.failure}
         if any(self.reads(incarnation) is None for incarnation in self._peers):
             # said again: it gives a peer up that cannot be reached for a while
             self._peers_sent.clear()
