@@ -2,10 +2,13 @@
 
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+NUM_LOGS, LOG_LINES = 12, 60
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:] = [entry for entry in sys.path if Path(entry or os.curdir).resolve() != ROOT]
 os.environ["PYTHONSAFEPATH"] = "1"  # for the service processes that tests start
@@ -17,3 +20,21 @@ if not list(Path("/dev").glob("nvidia[0-9]*")):
 @pytest.fixture
 def anyio_backend() -> str:
     return "asyncio"
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Iterator[Any]:
+    """A test that fails shows the end of every log that its processes wrote."""
+    report = yield
+    if report.failed:
+        factory = item.config._tmp_path_factory  # type: ignore[attr-defined]
+        for log in latest_logs(factory.getbasetemp()):
+            lines = log.read_text(errors="replace").splitlines()[-LOG_LINES:]
+            report.sections.append((f"the end of {log.name}", "\n".join(lines)))
+    return report
+
+
+def latest_logs(directory: Path) -> list[Path]:
+    """Logs below a directory, those written last at the end."""
+    found = [path for name in ("log", "*.log") for path in directory.rglob(name) if path.is_file()]
+    return sorted(found, key=lambda path: path.stat().st_mtime)[-NUM_LOGS:]

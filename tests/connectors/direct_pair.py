@@ -40,7 +40,7 @@ class Worker:
         self._news = asyncio.Condition()
 
     async def start(self, config: EngineConfig) -> None:
-        await self.client.start(config, startup_timeout_s=60)
+        await self.client.start(config, startup_timeout_s=150)
 
     async def listen(self) -> None:
         with contextlib.suppress(EngineDeadError):
@@ -60,7 +60,7 @@ class Worker:
                 async with self._news:
                     self._news.notify_all()
 
-    async def until(self, done: Any, limit_s: float = 30.0) -> None:
+    async def until(self, done: Any, limit_s: float = 120.0) -> None:
         async with asyncio.timeout(limit_s), self._news:
             await self._news.wait_for(done)
 
@@ -133,7 +133,7 @@ class Pair:
         await self.prefill.client.submit(make_request(name, prompt, transfer=params, **sampling))
 
     async def submit_decode(
-        self, name: str, prompt: list[int], ttl_s: float = 30.0, **sampling: Any
+        self, name: str, prompt: list[int], ttl_s: float = 120.0, **sampling: Any
     ) -> None:
         params = KVTransferParams(peer=HandoffPeer(worker_id="p", incarnation=PREFILL), ttl_s=ttl_s)
         await self.decode.client.submit(make_request(name, prompt, transfer=params, **sampling))
@@ -161,7 +161,10 @@ class Pair:
 
 
 def config(model: Path, role: str, **settings: Any) -> EngineConfig:
-    """Settings that are not the engine's are the connector's."""
+    """Settings that are not the engine's are the connector's. Unless they say otherwise it waits
+    long: an engine that gets no time to run for seconds is neither gone nor silent."""
+    settings = dict.fromkeys(("lease_s", "reserve_s", "read_s", "silence_s"), 60.0) | settings
+    settings = dict.fromkeys(("verdict_s", "test_s"), 60.0) | settings
     engine: dict[str, Any] = {"block_size": 16, "max_num_batched_tokens": 64, "num_kv_blocks": 96}
     engine |= {"reserve_output": True, "device": "cpu", "attention_backend": "auto"}
     engine |= {name: settings.pop(name) for name in list(settings) if name in engine}

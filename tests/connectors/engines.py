@@ -55,7 +55,8 @@ class Engine:
 
     def wait(self, what: str, request_id: str = "r") -> KVConnectorOutput:
         """The output in which the request is reported."""
-        for _ in range(2000):
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline:
             output = self.worker.get_finished()
             if request_id in getattr(output, what):
                 return output

@@ -236,11 +236,11 @@ def test_two_ranks_are_read_into_one_over_real_transports() -> None:
             target_blocks=BlockTable.of([5, 1]),
             start_token=0,
             end_token=48,
-            deadline_s=time.monotonic() + 20,
+            deadline_s=time.monotonic() + 60,
         )
     )
     results: list[RangeResult] = []
-    end_s = time.monotonic() + 20
+    end_s = time.monotonic() + 60
     while not results and time.monotonic() < end_s:
         results = reads.take_results()
         time.sleep(0.001)

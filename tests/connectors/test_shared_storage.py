@@ -63,7 +63,8 @@ class Offline:
         found, _ = self.scheduler.get_num_new_matched_tokens(request, 0)
         self.scheduler.update_state_after_alloc(request, BLOCKS, found)
         self.worker.start_load_kv(self.scheduler.build_connector_meta({}))
-        for _ in range(2000):
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline:
             output = self.worker.get_finished()
             if "c" in output.finished_recving:
                 return output.failed_recving

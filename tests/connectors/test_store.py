@@ -12,12 +12,11 @@ from diptych.connectors.factory import make_scheduler_connector, make_worker_con
 from diptych.connectors.page_orders import PageStore
 from diptych.connectors.page_scheduler import PageConnectorScheduler
 from diptych.connectors.store import ServiceStore
-from diptych.connectors.store_client import StoreClient
 from diptych.connectors.transfer_jobs import TransferLimits
 from diptych.errors import ConfigError
 from tests.connectors.engines import OUR_BLOCKS, PROMPT, Engine, running
 from tests.connectors.fakes import NAMESPACE, consumer, make_layout, producer, same_kv
-from tests.services.test_kvstore import Node, running_node
+from tests.services.test_kvstore import Node, patient, running_node
 
 QUICK = TransferLimits(transfer_timeout_s=0.5, retry_s=0.05)
 
@@ -28,8 +27,8 @@ def node() -> Iterator[Node]:
         yield node
 
 
-def opener(node: Node, transport: str = "auto", timeout_s: float = 5.0) -> PageStore:
-    return ServiceStore(StoreClient(node.address, timeout_s=timeout_s, transport=transport))
+def opener(node: Node, transport: str = "auto", timeout_s: float = 60.0) -> PageStore:
+    return ServiceStore(patient(node.address, timeout_s, transport=transport))
 
 
 @pytest.mark.parametrize("transport", ["memory", "stream"])
@@ -69,8 +68,8 @@ def test_a_full_store_covers_a_prefix() -> None:
 
 def test_a_store_that_dies_costs_a_recompute_on_both_sides() -> None:
     with running_node() as node:
-        prefill = Engine(lambda: opener(node), seed=1, limits=QUICK)
-        decode = Engine(lambda: opener(node), limits=QUICK)
+        prefill = Engine(lambda: opener(node), seed=1)
+        decode = Engine(lambda: opener(node))
         with running(prefill, decode):
             commit = prefill.send(producer("r", PROMPT))
             node.process.kill()

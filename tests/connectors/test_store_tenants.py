@@ -13,7 +13,7 @@ from tests.services.test_kvstore import control, running_node
 def test_a_tenant_fills_its_quota_and_no_more() -> None:
     with running_node(pool_bytes=1 << 20, tenant_quota=0.25) as node:
         settings = StoreSettings(kvstore=node.address)
-        prefill = Engine(lambda: ServiceStore(settings.open(timeout_s=2.0)), seed=1, head_dim=16)
+        prefill = Engine(lambda: ServiceStore(settings.open(timeout_s=60.0)), seed=1, head_dim=16)
         with running(prefill):
             for number in range(4):
                 request = producer(str(number), [number, *range(300)])

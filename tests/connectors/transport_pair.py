@@ -78,7 +78,7 @@ class Source:
         if self.alive():
             self.signal(signal.SIGCONT)
         with contextlib.suppress(subprocess.TimeoutExpired, BrokenPipeError):
-            self._process.communicate(timeout=10)
+            self._process.communicate(timeout=60)
         if self.alive():
             self.kill()
         for stream in (self._process.stdin, self._process.stdout):
@@ -110,15 +110,15 @@ class Reader:
         transport.register(PROBE, self.probe.probe)
         transport.register(LANDING, self.probe.landing)
 
-    def read(self, peer: Peer, runs: Runs, within_s: float = 20.0, region: str = KV) -> ReadHandle:
+    def read(self, peer: Peer, runs: Runs, within_s: float = 60.0, region: str = KV) -> ReadHandle:
         return self.transport.read(peer, region, runs, deadline_s=time.monotonic() + within_s)
 
-    def wait(self, handle: ReadHandle, limit_s: float = 20.0) -> ReadState:
+    def wait(self, handle: ReadHandle, limit_s: float = 120.0) -> ReadState:
         """Poll until it is no longer pending."""
         self.until(lambda: self.transport.poll(handle) is not ReadState.PENDING, limit_s)
         return handle.state
 
-    def until(self, done: Callable[[], bool], limit_s: float = 20.0) -> None:
+    def until(self, done: Callable[[], bool], limit_s: float = 120.0) -> None:
         end_s = time.monotonic() + limit_s
         while not done():
             assert time.monotonic() < end_s, "it did not happen in time"

@@ -23,14 +23,14 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from diptych.launcher.child import free_ports
 
-READY_S = 120.0
+READY_S = 300.0
 
 
 def free_port() -> int:
     return free_ports(1)[0]
 
 
-def until(holds: Callable[[], bool], what: str, timeout_s: float = 15.0) -> None:
+def until(holds: Callable[[], bool], what: str, timeout_s: float = 120.0) -> None:
     """Wait for a condition."""
     deadline = time.monotonic() + timeout_s
     while not holds():
@@ -108,7 +108,7 @@ class ServiceProcess:
         while time.monotonic() < deadline:
             assert self.process.poll() is None, f"{self.command}:\n{self.log.read_text()}"
             try:
-                with urllib.request.urlopen(self._url("/readyz"), timeout=2):
+                with urllib.request.urlopen(self._url("/readyz"), timeout=10):
                     return
             except OSError:
                 time.sleep(0.05)
@@ -116,7 +116,7 @@ class ServiceProcess:
 
     def metric(self, name: str, **labels: str) -> float:
         """The sum of a metric's samples that carry `labels`."""
-        with urllib.request.urlopen(self._url("/metrics"), timeout=5) as answer:
+        with urllib.request.urlopen(self._url("/metrics"), timeout=60) as answer:
             families = text_string_to_metric_families(answer.read().decode())
         return sum(
             sample.value
@@ -139,7 +139,7 @@ class ServiceProcess:
         self.process.kill()
         self.process.wait()
 
-    def stop(self, timeout_s: float = 20.0) -> int:
+    def stop(self, timeout_s: float = 90.0) -> int:
         """SIGTERM; its exit code, after SIGKILL if it takes too long."""
         assert self.process is not None
         self.process.send_signal(signal.SIGTERM)
@@ -236,7 +236,7 @@ def cluster(model: str | Path, directory: Path) -> Iterator[Cluster]:
         for service in made.services:
             if service.process is not None:
                 try:
-                    service.process.wait(10)
+                    service.process.wait(30)
                 except subprocess.TimeoutExpired:
                     service.kill()
 
@@ -255,7 +255,7 @@ class Api:
             {"Content-Type": "application/json"},
         )
         try:
-            with urllib.request.urlopen(request, timeout=60) as answer:
+            with urllib.request.urlopen(request, timeout=300) as answer:
                 return dict(json.load(answer))
         except urllib.error.HTTPError as error:
             with error:
@@ -269,7 +269,7 @@ class Api:
             "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
             f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
         )
-        with socket.create_connection(("127.0.0.1", self.port), timeout=30) as connection:
+        with socket.create_connection(("127.0.0.1", self.port), timeout=300) as connection:
             connection.sendall(head.encode() + body)
             with connection.makefile("r", encoding="utf-8") as lines:
                 events = (line[6:].strip() for line in lines if line.startswith("data: "))

@@ -33,7 +33,7 @@ class Running:
         request = urllib.request.Request(
             self.url + path, json.dumps(body).encode(), {"Content-Type": "application/json"}
         )
-        return urllib.request.urlopen(request, timeout=120)
+        return urllib.request.urlopen(request, timeout=300)
 
     def chat(self, **extra: Any) -> dict[str, Any]:
         body = {"model": "smollm2", "messages": QUESTION, "temperature": 0, **extra}
@@ -52,7 +52,7 @@ class Running:
         while time.monotonic() < deadline:
             assert self.process.poll() is None, self.log.read_text()
             try:
-                with urllib.request.urlopen(self.url + "/readyz", timeout=2):
+                with urllib.request.urlopen(self.url + "/readyz", timeout=10):
                     return
             except OSError:
                 time.sleep(0.2)

@@ -12,7 +12,7 @@ from tests.e2e.answers import prompt
 from tests.e2e.cluster import Api, ServiceProcess, cluster, until
 from tests.tiny_models import make_tiny_model
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 FIELDS = {"max_tokens": 12, "temperature": 0, "ignore_eos": True}
 
@@ -54,7 +54,7 @@ def system(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
     directory = tmp_path_factory.mktemp("auto")
     with cluster(make_tiny_model(directory / "model"), directory) as made:
         store, place = made.kvstore()
-        auto = {"handoff": "auto", "kv_lease_s": 2.0}
+        auto = {"handoff": "auto", "kv_lease_s": 10.0}
         # what engines remember would hide the way by which KV came
         engine = {"enable_prefix_caching": False}
         prefill, p = made.worker(
@@ -119,14 +119,14 @@ def test_a_read_that_fails_goes_through_the_store(system: System) -> None:
     asking = threading.Thread(target=lambda: texts.append(system.text(system.direct, salt=6)))
     asking.start()
     until(lambda: system.linked.is_at("handoff.got_commit"), "decode pauses")
-    until(lambda: system.prefill.all_blocks_free, "prefill's lease ends", 20)
+    until(lambda: system.prefill.all_blocks_free, "prefill's lease ends")
     system.linked.go_on()
-    asking.join(60)
+    asking.join(300)
     assert texts == [expected]
     assert system.router.metric("diptych:attempts_failed_total", stage="pair") == failed + 1
     assert system.linked.prompt_tokens("local_compute") == received
     for worker in (system.prefill, system.linked, system.unlinked):
-        until(lambda w=worker: w.all_blocks_free, "blocks come back", 20)
+        until(lambda w=worker: w.all_blocks_free, "blocks come back")
 
 
 def test_a_dead_store_is_not_missed_by_a_pair(system: System) -> None:

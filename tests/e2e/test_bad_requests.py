@@ -18,7 +18,7 @@ from diptych.proto import inference_pb2, inference_pb2_grpc
 from tests.e2e.cluster import Api, ServiceProcess, cluster, until
 from tests.tiny_models import make_tiny_model
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
 PROMPTS: dict[str, dict[str, Any]] = {
@@ -135,7 +135,7 @@ def _refuse_all(port: int, grpc_port: int) -> int:
         stub = inference_pb2_grpc.InferenceStub(channel)
         for request in bad_messages():
             with pytest.raises(grpc.RpcError) as caught:
-                list(stub.Generate(request, timeout=30))
+                list(stub.Generate(request, timeout=150))
             assert caught.value.code() in (
                 grpc.StatusCode.INVALID_ARGUMENT,
                 grpc.StatusCode.NOT_FOUND,
@@ -146,7 +146,7 @@ def _refuse_all(port: int, grpc_port: int) -> int:
 
 
 def _post(port: int, path: str, body: bytes) -> tuple[int, bytes]:
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=150)
     try:
         connection.request("POST", path, body, {"Content-Type": "application/json"})
         response = connection.getresponse()

@@ -11,7 +11,7 @@ import pytest
 
 from tests.tiny_models import make_tiny_model
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 def test_a_load_of_its_own_system_is_answered_and_answers_hold_when_asked_again(

@@ -13,7 +13,7 @@ from tests.e2e.answers import check_equal, check_side_by_side, of_every_sampling
 from tests.e2e.cluster import Api, ServiceProcess, cluster, until
 from tests.tiny_models import make_tiny_model
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = pytest.mark.timeout(900)
 
 
 @dataclass

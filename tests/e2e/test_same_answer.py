@@ -14,7 +14,7 @@ from diptych import LLM, SamplingParams
 from tests.e2e.cluster import Api, Cluster, cluster
 from tests.tiny_models import make_tiny_model
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 MODELS = [
     "smollm2",

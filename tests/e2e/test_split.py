@@ -15,7 +15,7 @@ from tests.e2e.answers import check_equal, check_side_by_side, normal, of_every_
 from tests.e2e.cluster import Api, Cluster, ServiceProcess, cluster, until
 from tests.tiny_models import make_tiny_model
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = pytest.mark.timeout(900)
 
 
 @dataclass
@@ -97,7 +97,10 @@ def test_a_client_that_leaves_frees_its_blocks_everywhere(services: Split) -> No
     with services.split.streaming(ids, max_tokens=900, temperature=0, ignore_eos=True) as events:
         for _ in range(5):
             assert json.loads(next(events))["choices"]
+        services.decode.arm("engine.step")  # it must not be done before it was looked at
+        until(lambda: services.decode.is_at("engine.step"), "decode is in the middle of it")
         assert services.decode.metric("vllm:num_requests_running") == 1
+    services.decode.go_on()
     for worker in (services.prefill, services.decode):
         until(lambda w=worker: w.all_blocks_free, f"{worker.command} frees its blocks")
         assert worker.metric("vllm:num_requests_running") == 0

@@ -46,10 +46,10 @@ async def last(outputs: AsyncIterator[RequestOutput]) -> RequestOutput:
 
 
 async def is_idle(llm: AsyncLLM) -> bool:
-    """Whether every process has let go of all requests, within a second."""
+    """Whether every process has let go of all requests, within a minute."""
     assert llm._engine is not None
     client: Any = llm._engine._client
-    for _ in range(100):
+    for _ in range(6000):
         stats = client.stats
         if stats.num_running == stats.num_waiting == 0 and stats.num_kv_blocks:
             return bool(stats.num_free_kv_blocks == stats.num_kv_blocks) and not llm._engine._calls

@@ -93,7 +93,7 @@ async def test_the_services_end_sends_without_waiting_and_ends_with_the_engine(
     messages = client.messages()
     assert await anext(messages) == Control("p", b"answer")
     got = []
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while PeerDown("p") not in got:
             got += port.receive()
             await asyncio.sleep(0)

@@ -53,7 +53,7 @@ class Peer:
 @contextmanager
 def serving() -> Iterator[Peer]:
     ours, theirs = socket.socketpair()
-    ours.settimeout(30)
+    ours.settimeout(120)
     executor, connector = FakeExecutor(), FakeConnector(available=1000)
     transfers = FakeTransfers(executor, connector)
     core = EngineCore(EngineConfig(), Served(executor, transfers), connector)
@@ -73,7 +73,7 @@ def serving() -> Iterator[Peer]:
         yield Peer(ours, transfers, thread)
     finally:
         ours.close()
-        thread.join(30)
+        thread.join(120)
     assert not thread.is_alive()
 
 
@@ -108,7 +108,7 @@ def test_a_stop_ends_the_loop_while_requests_run() -> None:
     with serving() as peer:
         peer.socket.sendall(encode_frame(Submit(make_request("a", PROMPT))))
         peer.socket.sendall(encode_frame(Stop()))
-        peer.thread.join(30)
+        peer.thread.join(120)
         assert not peer.thread.is_alive()
 
 
