@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-CLIENT_TIMEOUT_S = 60.0
+CLIENT_TIMEOUT_S = 180.0
 _salts = itertools.count()
 
 

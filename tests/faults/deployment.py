@@ -29,7 +29,7 @@ from tests.faults.growth import Growth
 from tests.faults.pauses import Pause
 from tests.tiny_models import make_tiny_model
 
-SETTLE_S = 20.0
+SETTLE_S = 90.0
 WARM_UP_ROUNDS, WARM_UP_AT_ONCE = 3, 12
 HEARTBEAT_S, LIVENESS_S = 0.3, 1.5
 LEASE_S, PUT_TTL_S = 1.0, 2.0
@@ -87,7 +87,7 @@ class Deployment:
                 self._add(role, index, worker=worker, engine=self._engine(role))
         for index in range(self.shape.routers):
             section = {"handoff": self.shape.handoff, "ticket_keys": str(self._keys)}
-            section |= {"first_token_timeout_s": 6.0, "drain_s": 2.0}
+            section |= {"first_token_timeout_s": 15.0, "drain_s": 2.0}
             self._add("router", index, router=section, engine=self._engine("router"))
         self.restore()
         self.expected = {question: self._first_answer(question) for question in QUESTIONS}
@@ -100,7 +100,7 @@ class Deployment:
         for service in self.services.values():
             if service.process is not None:
                 with contextlib.suppress(Exception):
-                    service.process.wait(10)
+                    service.process.wait(30)
                 service.kill()
         self.redis.stop()
 
@@ -132,12 +132,12 @@ class Deployment:
         if number is signal.SIGKILL:
             process = self.services[name.partition("/")[0]].process
             assert process is not None
-            process.wait(20)  # of an engine: its worker ends with it
+            process.wait(90)  # of an engine: its worker ends with it
 
     def flush_redis(self) -> None:
         """The directory forgets everything."""
         with socket.socket(socket.AF_UNIX) as connection:
-            connection.settimeout(5)
+            connection.settimeout(60)
             connection.connect(self.redis.url.removeprefix("unix://"))
             connection.sendall(b"FLUSHALL\r\n")
             assert connection.recv(64).startswith(b"+OK")
@@ -286,7 +286,7 @@ class Deployment:
         """Drop all objects of a node; whether its pool then has all its bytes again."""
         with grpc.insecure_channel(f"127.0.0.1:{self.ports[name]}") as channel:
             stub = kvstore_pb2_grpc.KvStoreStub(channel)  # type: ignore[no-untyped-call]
-            stub.Evict(kvstore_pb2.EvictRequest(all=True), timeout=5)
+            stub.Evict(kvstore_pb2.EvictRequest(all=True), timeout=60)
         return self.services[name].metric("diptych:kvstore_used_bytes") == 0
 
     def _add(self, command: str, index: int, **sections: dict[str, Any]) -> None:

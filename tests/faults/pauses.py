@@ -9,7 +9,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-REACH_S = 30.0
+REACH_S = 120.0
 
 
 class Pause:

@@ -14,7 +14,7 @@ from tests.faults.damage import spoil_files, spoil_pool
 from tests.faults.deployment import Deployment, Shape
 from tests.faults.proxy import Proxy
 
-pytestmark = [pytest.mark.faults, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.faults, pytest.mark.timeout(900)]
 
 QUESTION = QUESTIONS[2]
 STORE = "kvstore-0"
@@ -27,7 +27,7 @@ def test_a_byte_flipped_in_the_mapped_pool_is_noticed(system: Deployment) -> Non
         pause.reached()
         assert spoil_pool(system.pid(STORE))
         pause.release()
-        answer = asked.result(60)
+        answer = asked.result(240)
     assert answer.is_right(system.expected[QUESTION]), answer
     after = [d.metric("diptych:kv_load_failures_total") for d in decodes(system)]
     assert sum(after) == sum(failures) + 1

@@ -11,7 +11,7 @@ from tests.e2e.cluster import until
 from tests.faults.clients import QUESTIONS
 from tests.faults.deployment import LIVENESS_S, Deployment
 
-pytestmark = [pytest.mark.faults, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.faults, pytest.mark.timeout(900)]
 
 
 def ready_workers(system: Deployment) -> list[float]:
@@ -41,10 +41,10 @@ def test_a_flushed_redis_is_filled_again(system: Deployment) -> None:
     with ThreadPoolExecutor(4) as pool:
         asked = [pool.submit(system.ask, QUESTIONS[n % 3]) for n in range(12)]
         system.flush_redis()
-        answers = [each.result(60) for each in asked]
+        answers = [each.result(240) for each in asked]
     for number, answer in enumerate(answers):
         assert answer.is_right(system.expected[QUESTIONS[number % 3]]), answer
-    until(lambda: ready_workers(system) == [3, 3], "all workers are there", 20)
+    until(lambda: ready_workers(system) == [3, 3], "all workers are there")
 
 
 def test_a_slow_redis_costs_no_request(system: Deployment) -> None:
@@ -55,4 +55,4 @@ def test_a_slow_redis_costs_no_request(system: Deployment) -> None:
                 system.check_right(question)
     finally:
         system.send("redis", signal.SIGCONT)
-    until(lambda: ready_workers(system) == [3, 3], "all workers are there", 20)
+    until(lambda: ready_workers(system) == [3, 3], "all workers are there")

@@ -14,7 +14,7 @@ from tests.faults.clients import QUESTIONS, Answer
 from tests.faults.deployment import Deployment
 from tests.faults.phases import DIRECT_PHASES, STORE_PHASES, Hurt, Phase, cases
 
-pytestmark = [pytest.mark.faults, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.faults, pytest.mark.timeout(900)]
 
 # longer than any lease
 STOPPED_S = 2.5
@@ -27,7 +27,7 @@ def awaited(system: Deployment, hurt: Hurt, victim: str, answer: Future[Answer])
         with contextlib.suppress(Late):
             answer.result(STOPPED_S)
         system.send(victim, signal.SIGCONT)
-    return answer.result(90)
+    return answer.result(240)
 
 
 def check(system: Deployment, hurt: Hurt) -> None:
@@ -68,7 +68,7 @@ def pass_in_peace(system: Deployment, phases: Iterable[Phase]) -> None:
             asked = pool.submit(system.ask, QUESTION)
             pause.reached()
             pause.release()
-            answer = asked.result(60)
+            answer = asked.result(240)
         assert answer.is_right(system.expected[QUESTION]), phase
 
 

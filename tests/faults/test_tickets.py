@@ -17,7 +17,7 @@ from diptych.rpc import PROTOCOL_VERSION
 from tests.faults.clients import QUESTIONS
 from tests.faults.deployment import Deployment
 
-pytestmark = [pytest.mark.faults, pytest.mark.timeout(60), pytest.mark.anyio]
+pytestmark = [pytest.mark.faults, pytest.mark.timeout(900), pytest.mark.anyio]
 
 WORKER = "prefill-0"
 
@@ -32,7 +32,9 @@ class Impostor:
         self.issuer = TicketIssuer(TicketKeys.load(system.directory / "ticket-keys"), self.name)
         self.frames: list[worker_pb2.WorkerFrame] = []
 
-    def request(self, name: str, *, epoch: int = 1, ttl_ms: int = 5000) -> worker_pb2.SubmitRequest:
+    def request(
+        self, name: str, *, epoch: int = 1, ttl_ms: int = 60_000
+    ) -> worker_pb2.SubmitRequest:
         ticket = self.issuer.issue(
             name, epoch=epoch, ttl_ms=ttl_ms, prefill_incarnation=self.incarnation
         )
@@ -45,7 +47,7 @@ class Impostor:
     async def refused(self, request: worker_pb2.SubmitRequest) -> str:
         """What the worker says to it."""
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await self.stub.Submit(request, timeout=5)
+            await self.stub.Submit(request, timeout=60)
         assert caught.value.code() in (
             grpc.StatusCode.FAILED_PRECONDITION,
             grpc.StatusCode.ALREADY_EXISTS,
@@ -54,7 +56,7 @@ class Impostor:
 
     async def ended(self, name: str) -> str:
         """The error that a request ended with; empty if it ended well."""
-        async with asyncio.timeout(15):
+        async with asyncio.timeout(60):
             while True:
                 for frame in self.frames:
                     for at, request_id in enumerate(frame.request_ids):
@@ -67,7 +69,7 @@ class Impostor:
 async def impostor(system: Deployment) -> AsyncIterator[Impostor]:
     async with grpc.aio.insecure_channel(f"127.0.0.1:{system.ports[WORKER]}") as channel:
         stub = worker_pb2_grpc.WorkerStub(channel)  # type: ignore[no-untyped-call]
-        info = await stub.GetInfo(worker_pb2.GetInfoRequest(), timeout=5)
+        info = await stub.GetInfo(worker_pb2.GetInfoRequest(), timeout=60)
         made = Impostor(system, stub, info.incarnation)
         call = stub.Stream()
         hello = worker_pb2.Hello(router_incarnation=made.name, protocol_version=PROTOCOL_VERSION)
@@ -102,11 +104,11 @@ async def test_a_forged_ticket_is_refused(system: Deployment) -> None:
 async def test_a_replayed_ticket_is_refused(system: Deployment) -> None:
     async with impostor(system) as router:
         request = router.request("once")
-        await router.stub.Submit(request, timeout=5)
+        await router.stub.Submit(request, timeout=60)
         assert not await router.ended("once")
         assert "was admitted" in await router.refused(request)
         later = router.request("once", epoch=2)
-        await router.stub.Submit(later, timeout=5)
+        await router.stub.Submit(later, timeout=60)
         assert await router.refused(request)
 
 
@@ -119,7 +121,7 @@ async def test_a_ticket_for_an_earlier_life_of_the_worker_is_refused(system: Dep
 async def test_a_ticket_that_expires_in_the_queue_ends_with_an_error(system: Deployment) -> None:
     async with impostor(system) as router:
         with system.pausing(WORKER, "engine.step") as pause:
-            await router.stub.Submit(router.request("late", ttl_ms=200), timeout=5)
+            await router.stub.Submit(router.request("late", ttl_ms=200), timeout=60)
             await asyncio.to_thread(pause.reached)
             assert "time passed" in await router.ended("late")
             pause.release()
