@@ -229,7 +229,7 @@ async def test_a_preempted_prompt_is_not_read(model: Path, alone: list[int]) -> 
     """Beside a request that grows, the pool of prefill is too small for the prompt under way."""
     prefill = {"num_kv_blocks": 32, "max_num_batched_tokens": 17, "reserve_output": False}
     async with running_pair(model, prefill=prefill) as pair:
-        grows = make_request("grows", PROMPT[:120], max_tokens=60, temperature=0.0)
+        grows = make_request("grows", PROMPT[:100], max_tokens=60, temperature=0.0)
         long = [(5 * i) % 250 for i in range(400)]
         # it finds both at once, however late this process sends the second
         engine = pair.prefill.client.pid
