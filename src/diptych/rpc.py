@@ -7,10 +7,13 @@ error back.
 
 from __future__ import annotations
 
+import asyncio
+import gc
 import inspect
 import logging
 import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
@@ -241,6 +244,27 @@ def log_unforeseen(what: str, error: Exception) -> None:
 def open_channel(address: str) -> Any:
     """An insecure grpc.aio channel to `host:port` with a connection of its own."""
     return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+
+
+async def close_channel(channel: Any) -> None:
+    """Close a channel of `open_channel`, and its connection with it.
+
+    grpc.aio keeps a closed channel connected, and has it connect again, until the last of its
+    calls is freed; calls are in cycles, which the collector may find much later or never.
+    """
+    await channel.close()
+    await asyncio.sleep(0)
+    gc.collect()
+
+
+@asynccontextmanager
+async def channel_to(address: str) -> AsyncIterator[Any]:
+    """As `open_channel`, for the length of a block."""
+    channel = open_channel(address)
+    try:
+        yield channel
+    finally:
+        await close_channel(channel)
 
 
 _BY_STATUS: dict[grpc.StatusCode, type[DiptychError]] = {

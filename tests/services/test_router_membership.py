@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import socket
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 
@@ -118,3 +119,20 @@ async def test_a_worker_that_dies_is_lost_and_returns() -> None:
         await until(lambda: members.count() == {Role.PREFILL: 1})
         await members.close()
         assert members.links == []
+
+
+async def test_a_worker_that_left_is_not_connected_to_any_more() -> None:
+    """Not even by a channel that was closed while it tried: whoever comes to its address sees
+    nobody."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        host, port = silent.getsockname()
+        members = make_members()
+        await members.set_addresses([f"{host}:{port}"])
+        connection, _ = await asyncio.to_thread(silent.accept)
+        connection.close()
+    await asyncio.sleep(0.5)
+    await members.close()
+    with socket.create_server((host, port)) as other:
+        other.settimeout(3)
+        with pytest.raises(TimeoutError):
+            await asyncio.to_thread(other.accept)
