@@ -24,8 +24,9 @@ def system(shared: Deployment) -> Iterator[Deployment]:
 
 @pytest.fixture(scope="session")
 def shared_direct(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
-    """The same, with KV going from worker to worker."""
-    with deployed(tmp_path_factory.mktemp("direct"), Shape(handoff="direct")) as made:
+    """Two prefill workers; KV goes from worker to worker."""
+    shape = Shape(prefill=2, handoff="direct")
+    with deployed(tmp_path_factory.mktemp("direct"), shape) as made:
         yield made
 
 

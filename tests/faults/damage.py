@@ -5,19 +5,32 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
+from collections.abc import Iterable
 from pathlib import Path
 
 _BLOCK = 4096
 
 
-def spoil_pool(pid: int) -> int:
-    """Flip a bit in every block of a store node's pool that holds something; how many."""
+def spoil_pool(pid: int, others: Iterable[int] = ()) -> int:
+    """Flip a bit in every piece of a process's memory files that holds something; how many.
+
+    Args:
+        others: processes whose memory it may have mapped besides its own.
+
+    Raises:
+        FileNotFoundError: it has none yet.
+    """
+    foreign = {path.stat().st_ino for other in others for path in _memory_files(other)}
+    own = {path.stat().st_ino: path for path in _memory_files(pid)}
     count = 0
-    with open(_pool_of(pid), "r+b") as file, mmap.mmap(file.fileno(), 0) as pool:
-        for start in range(0, len(pool), _BLOCK):
-            if any(pool[start : start + 64]):
-                pool[start + 8] ^= 1
-                count += 1
+    for path in (own[number] for number in own.keys() - foreign):
+        with open(path, "r+b") as file, mmap.mmap(file.fileno(), 0) as pool:
+            for start in range(0, len(pool), _BLOCK):
+                if any(pool[start : start + 64]):
+                    pool[start + 8] ^= 1
+                    count += 1
+    if not count:
+        raise FileNotFoundError(f"process {pid} has nothing in memory of its own")
     return count
 
 
@@ -36,17 +49,9 @@ def spoil_files(folder: Path) -> int:
     return count
 
 
-def _pool_of(pid: int) -> Path:
-    """The largest memory file that a process has open.
-
-    Raises:
-        FileNotFoundError: it has none yet.
-    """
-    paths = [
+def _memory_files(pid: int) -> list[Path]:
+    return [
         path
         for path in Path(f"/proc/{pid}/fd").iterdir()
         if os.readlink(path).startswith("/memfd:")
     ]
-    if not paths:
-        raise FileNotFoundError(f"process {pid} has no pool")
-    return max(paths, key=lambda path: path.stat().st_size)

@@ -24,9 +24,10 @@ from diptych.launcher.child import free_ports
 from diptych.proto import kvstore_pb2, kvstore_pb2_grpc
 from tests.e2e.cluster import ServiceProcess, free_port, until
 from tests.faults.clients import QUESTIONS, Answer, Question, ask
-from tests.faults.counts import Held, child_of, described, held
+from tests.faults.counts import Held, child_of, held
 from tests.faults.growth import Growth
 from tests.faults.pauses import Pause
+from tests.faults.proxy import Address, Proxy, listening_ports
 from tests.tiny_models import make_tiny_model
 
 SETTLE_S = 90.0
@@ -37,7 +38,7 @@ LEASE_S, PUT_TTL_S = 1.0, 2.0
 # a leak would not be seen. oneDNN keeps a compiled kernel for each number of rows.
 ENVIRONMENT = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "32"}
 SSD_BYTES = 32 << 20
-POOLED_THREADS, POOLED_DESCRIPTORS = 8, 8
+PROXY_HOST = "127.0.0.2"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +53,9 @@ class Shape:
     transport: str = "auto"
     store_host: str = ""  # where a proxy stands for the first store node's stream
     ssd_path: Path | None = None  # of the first store node; in its own folder if absent
+    # workers and the directory are reached through proxies (`Deployment.proxies`)
+    proxied: bool = False
+    transports: dict[str, str] = field(default_factory=dict)  # of workers, by name: kv_transports
     # role: network namespace and address there
     places: dict[str, tuple[str, str]] = field(default_factory=dict)
 
@@ -63,6 +67,9 @@ class Deployment:
         self.directory = directory
         self.shape = shape
         self.redis = EmbeddedRedis()
+        self.redis_url = ""
+        # proxies of a proxied system: `redis`, each worker (its control port) and `NAME/kv`
+        self.proxies: dict[str, list[Proxy]] = {}
         self.services: dict[str, ServiceProcess] = {}
         self.ports: dict[str, int] = {}
         self.stream_ports = free_ports(shape.stores)
@@ -77,18 +84,25 @@ class Deployment:
     # --- start and end
 
     def start(self) -> None:
-        self.redis.start()
+        self.redis_url = self.redis.start()
+        if self.shape.proxied:
+            path = str(self.directory / "redis.sock")
+            self._stand_before("redis", path, self.redis_url.removeprefix("unix://"))
+            self.redis_url = f"unix://{path}"
         for index in range(self.shape.stores):
             self._add("kvstore", index, kvstore=self._store_section(index))
         for role in ("prefill", "decode"):
             for index in range(getattr(self.shape, role)):
                 worker = {"ticket_keys": str(self._keys), "stream_grace_s": 1.0, "drain_s": 5.0}
                 worker["handoff"] = self.shape.handoff
+                worker["kv_transports"] = self.shape.transports.get(f"{role}-{index}", "auto")
                 self._add(role, index, worker=worker, engine=self._engine(role))
         for index in range(self.shape.routers):
             section = {"handoff": self.shape.handoff, "ticket_keys": str(self._keys)}
             section |= {"first_token_timeout_s": 15.0, "drain_s": 2.0}
             self._add("router", index, router=section, engine=self._engine("router"))
+        if self.shape.proxied:
+            self._proxy_workers()
         self.restore()
         self.expected = {question: self._first_answer(question) for question in QUESTIONS}
 
@@ -103,11 +117,22 @@ class Deployment:
                     service.process.wait(30)
                 service.kill()
         self.redis.stop()
+        for proxy in self.all_proxies():
+            proxy.close()
 
     # --- parts
 
     def of_role(self, role: str) -> dict[str, ServiceProcess]:
         return {n: s for n, s in self.services.items() if n.startswith(role)}
+
+    def holder(self, role: str) -> str:
+        """The worker of a role in which a request holds blocks."""
+
+        def holding() -> list[str]:
+            return [n for n, each in self.of_role(role).items() if not each.all_blocks_free]
+
+        until(lambda: bool(holding()), f"a {role} worker holds blocks", SETTLE_S)
+        return holding()[0]
 
     def pausing(self, role: str, point: str) -> Pause:
         """Pause whichever process of a role (or name) first reaches a point."""
@@ -201,6 +226,11 @@ class Deployment:
 
         until(handed_over, "KV is handed over", SETTLE_S)
 
+    def note_anew(self) -> None:
+        """What every process holds now is what it holds when nothing is under way."""
+        self._baseline.clear()
+        self._note_counts()
+
     def note_memory(self) -> None:
         """Measure all processes; `grown` tells what became of it."""
         self._growth.note(self._pids())
@@ -229,20 +259,13 @@ class Deployment:
         return {name: value for name, value in found.items() if value}
 
     def extra(self) -> dict[str, str]:
-        """Processes that hold more than when they were warm, and what they hold.
-
-        Pools (of gRPC, of executors, of connections to Redis) fill up to their bounds only when
-        they are used at once. Their slack is per life of a process, not per fault.
-        """
+        """Processes that hold more than when they were warm, and what they hold more of
+        (`counts.POOLED_THREADS` says what does not count)."""
         found = {}
         for name, pid in self._pids().items():
             before, now = self._baseline.get(pid), held(pid)
-            if before is None:
-                continue
-            more_threads = now.threads - before.threads
-            more_descriptors = now.descriptors - before.descriptors
-            if more_threads > POOLED_THREADS or more_descriptors > POOLED_DESCRIPTORS:
-                found[name] = f"{before} became {now}: {described(pid)}"
+            if before is not None and (more := now.beyond(before)):
+                found[name] = f"{more} more than {before}"
         return found
 
     def grown(self) -> dict[str, str]:
@@ -297,8 +320,10 @@ class Deployment:
         own |= {"port": port, "admin_port": admin_port}
         if "worker" in sections:
             own["worker_id"] = name
+            if self.shape.proxied:
+                own["advertise_address"] = f"{PROXY_HOST}:{port}"
         sections["redis"] = {
-            "redis": self.redis.url,
+            "redis": self.redis_url,
             "heartbeat_s": HEARTBEAT_S,
             "liveness_s": LIVENESS_S,
         }
@@ -310,6 +335,29 @@ class Deployment:
             service.prefix, service.host = ("ip", "netns", "exec", namespace), address
         self.services[name] = service
         self.ports[name] = port
+
+    def _proxy_workers(self) -> None:
+        """Stand before every worker, and before what prefill workers serve their KV at, before
+        anybody tries to read it there."""
+        for name in (*self.of_role("prefill"), *self.of_role("decode")):
+            port = self.ports[name]
+            self._stand_before(name, (PROXY_HOST, port), ("127.0.0.1", port))
+        first = self.of_role("kvstore") | self.of_role("prefill")
+        for service in first.values():
+            service.start()
+        for name, service in first.items():
+            service.wait_ready()
+            if name.startswith("prefill"):
+                for port in listening_ports(self.pid(f"{name}/engine")):
+                    self._stand_before(f"{name}/kv", (PROXY_HOST, port), ("127.0.0.1", port))
+
+    def _stand_before(self, name: str, listen: Address | str, target: Address | str) -> None:
+        proxy = Proxy(listen, target)
+        self.proxies.setdefault(name, []).append(proxy)
+        proxy.__enter__()
+
+    def all_proxies(self) -> list[Proxy]:
+        return [proxy for proxies in self.proxies.values() for proxy in proxies]
 
     def _store_section(self, index: int) -> dict[str, Any]:
         disk = self.shape.ssd_path if index == 0 else None
@@ -339,7 +387,7 @@ class Deployment:
             "max_num_batched_tokens": 64,  # prompts take several chunks
         }
         if self.shape.transport != "auto" and role != "router":
-            extra = {"redis": self.redis.url, "heartbeat_s": HEARTBEAT_S}
+            extra = {"redis": self.redis_url, "heartbeat_s": HEARTBEAT_S}
             extra |= {"liveness_s": LIVENESS_S, "transport": self.shape.transport}
             engine["kv_transfer_config"] = {
                 "kv_connector": "StoreConnector",

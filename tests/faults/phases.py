@@ -74,7 +74,8 @@ DIRECT_PHASES = (
 
 
 class Hurt(NamedTuple):
-    """A victim gets a signal at a phase. `self` is the process that is in it."""
+    """A victim gets a signal at a phase. `self` is the process that is in it,
+    `source` the prefill worker that holds its KV."""
 
     phase: Phase
     victim: str
@@ -102,10 +103,10 @@ _OTHERS = (
 
 
 _OTHERS_DIRECT = (
-    Hurt(Phase("decode", "handoff.got_chunk"), "prefill-0", KILL),
-    Hurt(Phase("decode", "handoff.got_commit"), "prefill-0", STOP),
-    Hurt(Phase("decode", "handoff.got_commit"), "prefill-0/engine", STOP),
-    Hurt(Phase("decode", "handoff.send_read_done"), "prefill-0", KILL),
+    Hurt(Phase("decode", "handoff.got_chunk"), "source", KILL),
+    Hurt(Phase("decode", "handoff.got_commit"), "source", STOP),
+    Hurt(Phase("decode", "handoff.got_commit"), "source/engine", STOP),
+    Hurt(Phase("decode", "handoff.send_read_done"), "source", KILL),
 )
 
 

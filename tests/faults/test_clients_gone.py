@@ -13,11 +13,11 @@ import pytest
 
 from tests.faults.clients import QUESTIONS, Question, ask, asking
 from tests.faults.deployment import Deployment
-from tests.faults.phases import STORE_PHASES, Phase
+from tests.faults.phases import DIRECT_PHASES, STORE_PHASES, Phase
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(900)]
 
-LONG = Question(QUESTIONS[2].prompt, max_tokens=400)
+LONG = Question(QUESTIONS[2].prompt, max_tokens=150)
 
 
 class Leaving:
@@ -39,8 +39,20 @@ class Leaving:
         self._leave.set()
 
 
-@pytest.mark.parametrize("phase", [p for p in STORE_PHASES if p.role != "router-0"], ids=str)
+@pytest.mark.parametrize("phase", STORE_PHASES, ids=str)
 def test_a_client_that_leaves_leaves_nothing_behind(system: Deployment, phase: Phase) -> None:
+    leave_at(system, phase)
+
+
+@pytest.mark.parametrize("phase", DIRECT_PHASES, ids=str)
+def test_a_client_that_leaves_in_a_direct_hand_off_leaves_nothing_behind(
+    direct: Deployment, phase: Phase
+) -> None:
+    leave_at(direct, phase)
+
+
+def leave_at(system: Deployment, phase: Phase) -> None:
+    """Its request is at the phase when the client closes its connection."""
     client = Leaving(system.ports["router-0"])
     with system.pausing(*phase) as pause, ThreadPoolExecutor(1) as pool:
         asked = pool.submit(client.ask)

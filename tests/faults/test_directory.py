@@ -1,4 +1,4 @@
-"""The directory is killed, flushed and slow: requests go on, and all is found again after it."""
+"""The directory is killed, flushed and frozen: requests go on, and all is found again after it."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_a_flushed_redis_is_filled_again(system: Deployment) -> None:
     until(lambda: ready_workers(system) == [3, 3], "all workers are there")
 
 
-def test_a_slow_redis_costs_no_request(system: Deployment) -> None:
+def test_a_frozen_redis_costs_no_request(system: Deployment) -> None:
     system.send("redis", signal.SIGSTOP)
     try:
         for _ in range(int(LIVENESS_S) + 1):

@@ -63,6 +63,14 @@ class Namespace:
         self.run("iptables", change, "INPUT", "-s", address, "-j", "DROP")
         self.run("iptables", change, "OUTPUT", "-d", address, "-j", "DROP")
 
+    def limit(self, rate: str) -> None:
+        """What leaves it goes no faster from now on (a token bucket)."""
+        bucket = ("rate", rate, "burst", "16kb", "latency", "400ms")
+        self.run("tc", "qdisc", "add", "dev", f"dpt{self.index}b", "root", "tbf", *bucket)
+
+    def unlimit(self) -> None:
+        self.run("tc", "qdisc", "del", "dev", f"dpt{self.index}b", "root")
+
     def remove(self) -> None:
         subprocess.run(["ip", "netns", "del", self.name], check=False, capture_output=True)
         subprocess.run(["ip", "link", "del", f"dpt{self.index}a"], check=False, capture_output=True)
@@ -109,6 +117,23 @@ def apart(
 
 def test_workers_on_networks_of_their_own_hand_over(apart: Deployment) -> None:
     apart.wait_handing_over()
+
+
+def test_a_token_bucket_between_prefill_and_decode_costs_time_only(
+    apart: Deployment, namespaces: dict[str, Namespace]
+) -> None:
+    apart.wait_handing_over()
+    prefill = namespaces["prefill"]
+    try:
+        prefill.limit("2mbit")
+    except subprocess.CalledProcessError as error:
+        pytest.skip(f"no rate may be set here: {error.stderr.decode().strip()}")
+    try:
+        for question in QUESTIONS:
+            apart.check_right(question)
+    finally:
+        prefill.unlimit()
+    apart.check_nothing_leaks()
 
 
 @pytest.mark.parametrize("point", ["handoff.got_prefill_started", "handoff.got_commit"])

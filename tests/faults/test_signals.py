@@ -35,6 +35,8 @@ def check(system: Deployment, hurt: Hurt) -> None:
     with system.pausing(*hurt.phase) as pause, ThreadPoolExecutor(1) as pool:
         asked = pool.submit(system.ask, QUESTION)
         victim = hurt.victim.replace("self", pause.reached())
+        if victim.startswith("source"):
+            victim = victim.replace("source", system.holder("prefill"))
         system.send(victim, hurt.number)
         pause.release()
         answer = awaited(system, hurt, victim, asked)
