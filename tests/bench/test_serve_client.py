@@ -134,7 +134,7 @@ async def test_no_more_requests_are_under_way_than_allowed() -> None:
 
     assert client.most == 3
     assert ["".join(answer.text) for answer in run.answers] == [str(n) for n in range(9)]
-    assert max(run.queued_s) >= 0.01, "waiting for a place is not the load generator's lateness"
+    assert max(run.queued_s) > 0.005, "waiting for a place is not the load generator's lateness"
 
 
 async def test_requests_are_sent_in_order_and_none_before_it_is_due() -> None:
