@@ -1,9 +1,10 @@
 """The byte stream: puts and gets for clients that cannot map the pool (`store_wire`).
 
-Received bytes go from the socket straight into the pool, sent ones straight out of it. A write
-goes on only while its reservation is open, chunk by chunk, so that it never touches bytes that
-already belong to another object; a read that outlives its lease is found by its reader, who
-verifies the lease afterwards.
+Received bytes go from the socket straight into the pool, sent ones straight out of it: what the
+socket does not take at once waits in the pool (`sending.py`), not in a copy. A write goes on only
+while its reservation is open, chunk by chunk, so that it never touches bytes that already belong to
+another object; a read that outlives its lease is found by its reader, who verifies the lease
+afterwards.
 """
 
 from __future__ import annotations
@@ -11,12 +12,23 @@ from __future__ import annotations
 import asyncio
 import hmac
 import logging
+import socket
 from collections import deque
 from typing import Protocol, Self, cast
 
 from diptych.addresses import check_bindable
-from diptych.connectors.store_wire import ANSWER, FRAME, HELLO_BYTES, READ, WELCOME, WRITE, hello
+from diptych.connectors.store_wire import (
+    ANSWER,
+    FRAME,
+    HELLO_BYTES,
+    READ,
+    WELCOME,
+    WRITE,
+    hello,
+    wake_bytes,
+)
 from diptych.services.kvstore.object_types import Status
+from diptych.services.kvstore.sending import Outgoing
 
 _log = logging.getLogger(__name__)
 
@@ -24,7 +36,6 @@ _HELLO_DEADLINE_S = 5.0
 _MAX_CLIENTS = 256
 _MAX_ANSWERS_QUEUED = 1024
 _SCRATCH_BYTES = 64 << 10
-_PIECE_BYTES = 512 << 10
 
 
 class Places(Protocol):
@@ -99,15 +110,15 @@ class _Connection(asyncio.BufferedProtocol):
         self._status = Status.OK
         # in the order of the frames: the answer to a write, or (lease id, bytes) to be read
         self._answers: deque[bytes | tuple[int, int]] = deque()
-        self._sending: memoryview | None = None  # what is left of the object on its way
-        self._sending_paused = False
         self._reading_paused = False
+        self._wake_bytes = 1
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
-        # what the socket does not take at once is copied and moved about by the transport: keep
-        # that to one piece
-        self._transport.set_write_buffer_limits(high=0)
+        self._socket = transport.get_extra_info("socket")
+        self._out = Outgoing(
+            self._socket.fileno(), self._next_parts, self._send_answers, self.abort
+        )
         self._peers.add(self)
         loop = asyncio.get_running_loop()
         self._hello_timer = loop.call_later(_HELLO_DEADLINE_S, self.abort)
@@ -119,7 +130,7 @@ class _Connection(asyncio.BufferedProtocol):
         self._hello_timer.cancel()
         self._peers.discard(self)
         self._answers.clear()
-        self._sending = None
+        self._out.close()
 
     def abort(self) -> None:
         self._transport.abort()
@@ -142,6 +153,7 @@ class _Connection(asyncio.BufferedProtocol):
             self._left -= num_bytes
             if not self._left:
                 self._end_write()
+            self._wake_at(wake_bytes(self._left or 0))
         elif not self._welcome:
             if self._got == HELLO_BYTES:
                 self._greet()
@@ -157,7 +169,8 @@ class _Connection(asyncio.BufferedProtocol):
             return
         self._welcome = True
         self._got = 0
-        self._transport.write(WELCOME)
+        self._answers.append(WELCOME)
+        self._send_answers()
 
     def _frame(self, op: int, id_: int, num_bytes: int) -> None:
         if op == READ:
@@ -184,16 +197,8 @@ class _Connection(asyncio.BufferedProtocol):
         self._send_answers()
 
     def _send_answers(self) -> None:
-        """Send what is due, one object at a time, as fast as the client takes it."""
-        while (self._sending or self._answers) and not self._sending_paused:
-            if self._sending:
-                self._send_piece(self._sending)
-                continue
-            answer = self._answers.popleft()
-            if isinstance(answer, bytes):
-                self._transport.write(answer)
-            else:
-                self._send_object(*answer)
+        """Send what is due, in order, as fast as the client takes it."""
+        self._out.flush()
         full = len(self._answers) > _MAX_ANSWERS_QUEUED
         if full and not self._reading_paused:
             self._transport.pause_reading()
@@ -201,24 +206,25 @@ class _Connection(asyncio.BufferedProtocol):
             self._transport.resume_reading()
         self._reading_paused = full
 
-    def _send_object(self, lease_id: int, num_bytes: int) -> None:
+    def _next_parts(self) -> list[memoryview]:
+        """The next answer; an object's bytes stay where they lie."""
+        if not self._answers:
+            return []
+        answer = self._answers.popleft()
+        if isinstance(answer, bytes):
+            return [memoryview(answer)]
+        lease_id, num_bytes = answer
         place = self._places.readable(lease_id)
         if place is None or place[1] != num_bytes:
             status = Status.EXPIRED if place is None else Status.INVALID
-            self._transport.write(ANSWER.pack(status, 0))
-            return
+            return [memoryview(ANSWER.pack(status, 0))]
         self._server.sent_bytes += num_bytes
-        self._transport.write(ANSWER.pack(Status.OK, num_bytes))
-        self._sending = self._pool[place[0] : place[0] + num_bytes]
-
-    def _send_piece(self, view: memoryview) -> None:
+        head = memoryview(ANSWER.pack(Status.OK, num_bytes))
         # a lease that ends meanwhile is found by the reader, who verifies it afterwards
-        self._sending = view[_PIECE_BYTES:] if view.nbytes > _PIECE_BYTES else None
-        self._transport.write(view[:_PIECE_BYTES])
+        return [head, self._pool[place[0] : place[0] + num_bytes]]
 
-    def pause_writing(self) -> None:
-        self._sending_paused = True
-
-    def resume_writing(self) -> None:
-        self._sending_paused = False
-        self._send_answers()
+    def _wake_at(self, num_bytes: int) -> None:
+        """Be told of so many bytes at once."""
+        if num_bytes != self._wake_bytes:
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, num_bytes)
+            self._wake_bytes = num_bytes

@@ -13,10 +13,11 @@ from contextlib import contextmanager, suppress
 import pytest
 
 from diptych.connectors.pages import PageObject
+from diptych.connectors.store_move import Move
 from diptych.connectors.store_results import GetResult, Outcome, PutItem
 from diptych.connectors.store_session import ControlCalls, StoreSession
 from diptych.connectors.store_settings import StoreSettings
-from diptych.connectors.store_transport import MappedMover, Move, open_mover
+from diptych.connectors.store_transport import MappedMover, open_mover
 from diptych.connectors.store_views import leased
 from diptych.connectors.stored_objects import StoredObjects
 from diptych.errors import ConfigError, TransferError

@@ -22,7 +22,8 @@ import pytest
 from diptych.config import KVStoreConfig
 from diptych.connectors.store_client import StoreClient
 from diptych.connectors.store_results import GetResult, Outcome, PutItem, PutResult
-from diptych.connectors.store_transport import StreamMover, open_mover
+from diptych.connectors.store_stream import StreamMover
+from diptych.connectors.store_transport import open_mover
 from diptych.connectors.store_wire import (
     ANSWER,
     FRAME,

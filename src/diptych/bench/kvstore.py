@@ -1,8 +1,10 @@
 """`diptych bench kvstore`: bytes per second into and out of a store node of this host.
 
 Next to them stands a plain memory copy of the same bytes in the same run: the bound for any store
-that copies, and what makes figures of different machines comparable. With `--peers` other stores
-are measured by the same bytes in the same run.
+that copies, and what makes figures of different machines comparable. The byte stream also stands
+next to a bare socket, its own bound. With `--peers` other stores are measured by the same bytes in
+the same run. All take turns, round by round, and are compared round by round: a ratio is the median
+of the rounds' ratios.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from typing import Any
 import numpy as np
 
 from diptych.bench.offline import report, say
+from diptych.bench.store_floor import running_floor
 from diptych.bench.store_node import running_node
 from diptych.bench.store_subjects import (
     Buffer,
@@ -64,6 +67,8 @@ def main(args: argparse.Namespace) -> int:
             client = StoreClient(address, transport=transport, timeout_s=60.0)
             stack.callback(client.close)
             subjects[transport] = Ours(client)
+        if "stream" in subjects:
+            subjects["socket"] = stack.enter_context(running_floor(args.set_bytes))
         if args.peers:
             subjects["redis"] = stack.enter_context(running_redis())
         if args.peers and has_mooncake():
@@ -72,9 +77,9 @@ def main(args: argparse.Namespace) -> int:
         calls = {"view_s": _views(address), "lookup_s": _lookup(address)}
     say(f"mapped view {1e6 * calls['view_s']:.1f} us each, by batches of {_VIEW_BATCH}")
     say(f"look-up of {_LOOKUP_PAGES} pages {1e3 * calls['lookup_s']:.2f} ms")
-    _say_ratios(rows)
+    ratios = _ratios(rows)
     # what else the machine was doing
-    figures = {"load_average": os.getloadavg()[0], "calls": calls, "rows": rows}
+    figures = {"load_average": os.getloadavg()[0], "calls": calls, "rows": rows, "ratios": ratios}
     report("kvstore", args, "cpu", figures)
     return 0
 
@@ -168,16 +173,25 @@ def _lookup(address: str) -> float:
     return seconds
 
 
-def _say_ratios(rows: list[dict[str, Any]]) -> None:
-    """Our stream beside each peer, object size by object size."""
+def _ratios(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """How many times as fast our stream is as the others, object size by object size."""
     ours = {row["object_bytes"]: row for row in rows if row["transport"] == "stream"}
+    ratios = []
     for row in rows:
         own = ours.get(row["object_bytes"])
-        if own is not None and row["transport"] in ("redis", "mooncake"):
-            put = own["put_gb_per_s"] / row["put_gb_per_s"]
-            get = own["get_gb_per_s"] / row["get_gb_per_s"]
-            kib = row["object_bytes"] >> 10
-            say(f"stream / {row['transport']}, {kib} KiB: put {put:.2f}, get {get:.2f}")
+        if own is None or row["transport"] in ("memory", "stream"):
+            continue
+        pairs = list(zip(row["seconds"], own["seconds"], strict=True))
+        put, get = (
+            statistics.median(theirs[what] / our[what] for theirs, our in pairs)
+            for what in ("put", "get")
+        )
+        kib = row["object_bytes"] >> 10
+        say(f"stream / {row['transport']}, {kib} KiB: put {put:.2f}, get {get:.2f}")
+        ratios.append(
+            {"to": row["transport"], "object_bytes": row["object_bytes"], "put": put, "get": get}
+        )
+    return ratios
 
 
 def _copy(source: Buffer, target: Buffer) -> None:

@@ -12,7 +12,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -60,13 +59,10 @@ class Ours:
 
     def put(self, keys: Sequence[bytes], source: Buffer) -> None:
         pairs = zip(keys, source, strict=True)
-        _check(self._client.put_many([PutItem(k, r.nbytes, partial(_fill, r)) for k, r in pairs]))
+        _check(self._client.put_many([PutItem.of(key, row.data) for key, row in pairs]))
 
     def get(self, keys: Sequence[bytes], target: Buffer) -> None:
-        def take(at: int, view: memoryview) -> None:
-            np.copyto(target[at], np.frombuffer(view, np.uint8))
-
-        _check(self._client.get_many(keys, take))
+        _check(self._client.get_into(keys, [row.data for row in target]))
 
     def forget(self, keys: Sequence[bytes]) -> None:
         return
@@ -224,10 +220,6 @@ def _until(condition: Callable[[], bool], what: str) -> None:
         if time.monotonic() > deadline:
             raise UnavailableError(f"{what} did not start")
         time.sleep(0.05)
-
-
-def _fill(row: Buffer, view: memoryview) -> None:
-    np.copyto(np.frombuffer(view, np.uint8), row)
 
 
 def _check(results: Sequence[PutResult | GetResult]) -> None:

@@ -18,7 +18,7 @@ import grpc
 
 from diptych.connectors.store_breaker import CircuitBreaker
 from diptych.connectors.store_pipeline import Pipeline
-from diptych.connectors.store_results import GetResult, Outcome, PutItem, PutResult
+from diptych.connectors.store_results import GetResult, Outcome, PutItem, PutResult, copy_bytes
 from diptych.connectors.store_session import (
     ControlCalls,
     OutOfTimeError,
@@ -127,6 +127,34 @@ class StoreClient:
         that ends with the call. What it took is valid only if result i is OK: lease and checksum
         are verified after the read. A lost store is as in `put_many`; what `sink` raises is raised.
         """
+        return self._get(keys, sink, None, timeout_s)
+
+    def get_into(
+        self, keys: Sequence[bytes], targets: Sequence[memoryview], timeout_s: float | None = None
+    ) -> list[GetResult]:
+        """As `get_many`, object i into `targets[i]`: writable, contiguous, of format B. What lies
+        there is valid only if result i is OK; an object of another size is INVALID and leaves its
+        target alone. A stream is received right there."""
+
+        def take(at: int, view: memoryview) -> None:
+            if view.nbytes == targets[at].nbytes:
+                copy_bytes(view, targets[at])
+
+        results = self._get(keys, take, targets, timeout_s)
+        return [
+            GetResult(Outcome.INVALID)
+            if result.outcome is Outcome.OK and result.num_bytes != target.nbytes
+            else result
+            for result, target in zip(results, targets, strict=True)
+        ]
+
+    def _get(
+        self,
+        keys: Sequence[bytes],
+        sink: Sink,
+        targets: Sequence[memoryview] | None,
+        timeout_s: float | None,
+    ) -> list[GetResult]:
         until = self._until(timeout_s)
         results: list[GetResult] = []
         starts = range(0, len(keys), _BATCH_ITEMS)
@@ -134,12 +162,17 @@ class StoreClient:
             [keys[start : start + _BATCH_ITEMS] for start in starts],
             lambda session, batch: session.ask_get(batch, until),
         )
-        for batch in line.batches:
-            into = partial(_sink_at, sink, len(results))
+        for start, batch in zip(starts, line.batches, strict=True):
+            into = partial(_sink_at, sink, start)
+            rooms = None if targets is None else targets[start : start + len(batch)]
 
-            def get(session: StoreSession, into: Sink = into) -> list[GetResult]:
+            def get(
+                session: StoreSession,
+                into: Sink = into,
+                rooms: Sequence[memoryview] | None = rooms,
+            ) -> list[GetResult]:
                 ahead, meanwhile = line.answer(session), line.meanwhile(session)
-                return session.get(line.current, ahead, into, until, meanwhile)
+                return session.get(line.current, ahead, into, until, meanwhile, rooms)
 
             done = self._attempt(get, until)
             results += done or [GetResult(Outcome.UNAVAILABLE)] * len(batch)

@@ -5,8 +5,16 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
 
 from diptych.proto import kvstore_pb2 as pb
+
+
+def copy_bytes(source: memoryview, target: memoryview) -> None:
+    """Copy between views of one size; other threads run meanwhile."""
+    np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
 
 
 class Outcome(enum.Enum):
@@ -42,11 +50,18 @@ class PutItem:
     """An object to store. `write` puts its bytes into the view it is given: writable, contiguous,
     `num_bytes` of format B, uninitialised. It is not called when the store has the object or no
     room, and may be called again for another node. With the pool mapped the view is the object's
-    final place."""
+    final place. `data`, if given, is what `write` would write, and must stay as it is until the
+    put has ended: a stream sends it from where it lies."""
 
     key: bytes
     num_bytes: int
     write: Callable[[memoryview], object]
+    data: memoryview | None = None
+
+    @classmethod
+    def of(cls, key: bytes, data: memoryview) -> PutItem:
+        """An object whose bytes lie together already: contiguous, of format B."""
+        return cls(key, data.nbytes, partial(copy_bytes, data), data)
 
 
 @dataclass(frozen=True, slots=True)

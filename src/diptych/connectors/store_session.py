@@ -11,8 +11,9 @@ from typing import Any
 
 import grpc
 
+from diptych.connectors.store_move import Move
 from diptych.connectors.store_results import GetResult, Outcome, PutItem, PutResult, outcome_of
-from diptych.connectors.store_transport import Move, Mover
+from diptych.connectors.store_transport import Mover
 from diptych.proto import kvstore_pb2 as pb
 
 Sink = Callable[[int, memoryview], object]
@@ -142,7 +143,9 @@ class StoreSession:
         # nobody can stop a write into mapped memory: begin none near the reservation's end
         half_s = min(reserved[at].ttl_ms for at in granted) / 2000
         moves = [
-            _move(reserved[at].put_id, reserved[at].placement, items[at].write) for at in granted
+            _move(r.put_id, r.placement, items[at].write, items[at].data)
+            for at, r in enumerate(reserved)
+            if r.status == pb.ITEM_STATUS_OK
         ]
         stub = self._calls.stub
         try:
@@ -170,15 +173,28 @@ class StoreSession:
         sink: Sink,
         until: float,
         meanwhile: Callable[[], None] = _nothing,
+        targets: Sequence[memoryview] | None = None,
     ) -> list[GetResult]:
-        """One batch; errors as `put`. Objects found damaged are reported to the node."""
+        """One batch; errors as `put`. Objects found damaged are reported to the node.
+
+        Args:
+            targets: where objects of just that size may go, instead of through the sink.
+        """
         found = ahead.answer.result().results
         meanwhile()
         results = [GetResult(outcome_of(f.status)) for f in found]
         leased = [at for at, f in enumerate(found) if f.status == pb.ITEM_STATUS_OK]
         if not leased:
             return results
-        moves = [_move(found[at].lease_id, found[at].placement, partial(sink, at)) for at in leased]
+        moves = [
+            _move(
+                found[at].lease_id,
+                found[at].placement,
+                partial(sink, at),
+                None if targets is None else targets[at],
+            )
+            for at in leased
+        ]
         lease_s = min(found[at].lease_ms for at in leased) / 1000
         with self.releasing([m.id for m in moves], until) as released:
             # the lease may have begun while the batch before this one was moved
@@ -245,8 +261,14 @@ def verified(found: pb.GetResult, checksum: int | None, released: Outcome) -> Ge
     return GetResult(Outcome.OK, found.placement.num_bytes, checksum, num_copies)
 
 
-def _move(id_: int, placement: pb.Placement, touch: Callable[[memoryview], object]) -> Move:
-    return Move(id_, placement.offset_bytes, placement.num_bytes, touch)
+def _move(
+    id_: int,
+    placement: pb.Placement,
+    touch: Callable[[memoryview], object],
+    data: memoryview | None,
+) -> Move:
+    fits = data is not None and data.nbytes == placement.num_bytes
+    return Move(id_, placement.offset_bytes, placement.num_bytes, touch, data if fits else None)
 
 
 def _pieces(moves: Sequence[Move]) -> Iterator[list[Move]]:

@@ -25,11 +25,20 @@ FRAME = struct.Struct("<BQQ")
 # statuses are those of ItemStatus
 ANSWER = struct.Struct("<BQ")
 POOL_SIZE = struct.Struct("<Q")
+# Who receives an object is woken by so many bytes of it at once: a wake-up costs its sender as much
+# as tens of kilobytes.
+WAKE_BYTES = 512 << 10
 
 
 def hello(token: bytes) -> bytes:
     """The first bytes of a connection."""
     return MAGIC + token
+
+
+def wake_bytes(num_left: int) -> int:
+    """How many of the bytes that are left of an object to wait for (SO_RCVLOWAT), and 1 for a
+    header: never more than will come, or the end of the object would wait for the next one."""
+    return max(1, min(num_left, WAKE_BYTES))
 
 
 def socket_name(address: str) -> str:
