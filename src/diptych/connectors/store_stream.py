@@ -1,8 +1,7 @@
 """A store client's end of the byte stream (`store_wire`).
 
-The sender's core is what bounds a stream: a kernel's copy of each byte, and its packets. So nothing
-else happens there that need not: bytes are sent from where they lie and received where they shall
-lie, a thread of its own computes the checksums meanwhile, and the reader is woken by half megabytes
+Two copies of the kernel and its packets bound a stream. Besides them each byte is looked at once,
+for its checksum: bytes that lie together are sent from there, and received where they shall lie
 (decision 0016).
 """
 
@@ -13,7 +12,6 @@ import socket
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 import xxhash
 
@@ -22,76 +20,6 @@ from diptych.connectors.store_wire import ANSWER, FRAME, READ, WELCOME, WRITE, h
 from diptych.errors import TransferError
 from diptych.proto import kvstore_pb2 as pb
 
-# Below this the hand-over to a thread costs more than the checksum.
-_THREADED_BYTES = 512 << 10
-# One is gathered or received while the checksum of the other is computed.
-_NUM_ROOMS = 2
-
-
-class Checksums:
-    """The xxh3-64 of each object of a batch, in order; large ones by a thread, meanwhile."""
-
-    def __init__(self, threads: ThreadPoolExecutor) -> None:
-        self._threads = threads
-        self._sums: list[int | Future[int] | None] = []
-        self._futures: list[Future[int]] = []
-
-    def __len__(self) -> int:
-        return len(self._sums)
-
-    def add(self, view: memoryview) -> Future[int] | None:
-        """The next object. Its bytes must stay until the future is done, if there is one."""
-        future = None
-        if view.nbytes >= _THREADED_BYTES:
-            with contextlib.suppress(RuntimeError):  # closed meanwhile, which the socket will say
-                future = self._threads.submit(xxhash.xxh3_64_intdigest, view)
-        if future is None:
-            self._sums.append(xxhash.xxh3_64_intdigest(view))
-        else:
-            self._sums.append(future)
-            self._futures.append(future)
-        return future
-
-    def skip(self) -> None:
-        """The next object was not moved."""
-        self._sums.append(None)
-
-    def void(self, position: int) -> None:
-        """The object at this position was not moved after all."""
-        self._sums[position] = None
-
-    def settle(self) -> None:
-        """Wait until nothing reads bytes any more."""
-        wait(self._futures)
-
-    def results(self) -> list[int | None]:
-        """All of them; None for what was not moved."""
-        return [sum_.result() if isinstance(sum_, Future) else sum_ for sum_ in self._sums]
-
-
-class Rooms:
-    """Memory for objects that have no place of their own on this side; rooms take turns."""
-
-    def __init__(self) -> None:
-        self._rooms = [bytearray() for _ in range(_NUM_ROOMS)]
-        self._users: list[Future[int] | None] = [None] * _NUM_ROOMS
-        self._turn = 0
-
-    def next(self, num_bytes: int) -> memoryview:
-        """A room that nothing reads any more."""
-        self._turn = (self._turn + 1) % _NUM_ROOMS
-        user = self._users[self._turn]
-        if user is not None:
-            wait([user])
-            self._users[self._turn] = None
-        if len(self._rooms[self._turn]) < num_bytes:
-            self._rooms[self._turn] = bytearray(num_bytes)
-        return memoryview(self._rooms[self._turn])[:num_bytes]
-
-    def busy_with(self, user: Future[int] | None) -> None:
-        """What still reads the room given last."""
-        self._users[self._turn] = user
-
 
 class StreamMover:
     """One connection to the node's byte stream. Threads take turns."""
@@ -99,8 +27,7 @@ class StreamMover:
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
         self._lock = threading.Lock()
-        self._rooms = Rooms()
-        self._threads = ThreadPoolExecutor(1, "kv-checksum")
+        self._scratch = bytearray()
         self._wake_bytes = 1
 
     @classmethod
@@ -120,74 +47,65 @@ class StreamMover:
 
     def write(self, moves: Sequence[Move], until: float, begin_by: float) -> list[int | None]:
         # the node itself refuses what comes too late
-        with self._turn(until) as checksums:
+        checksums: list[int | None] = []
+        with self._turn(until):
             for move in moves:
                 if time.monotonic() >= until:
                     break
-                self._write(move, checksums, until)
+                view = move.bytes
+                if view is None:
+                    view = self._room(move.num_bytes)
+                    move.touch(view)
+                checksums.append(xxhash.xxh3_64_intdigest(view))
+                self._send_both(FRAME.pack(WRITE, move.id, move.num_bytes), view, until)
             for position in range(len(checksums)):
                 if self._answer(until)[0] != pb.ITEM_STATUS_OK:
-                    checksums.void(position)
-        return checksums.results() + [None] * (len(moves) - len(checksums))
-
-    def _write(self, move: Move, checksums: Checksums, until: float) -> None:
-        head = FRAME.pack(WRITE, move.id, move.num_bytes)
-        if move.bytes is not None:
-            checksums.add(move.bytes)
-            self._send_both(head, move.bytes, until)
-            return
-        view = self._rooms.next(move.num_bytes)
-        move.touch(view)
-        self._rooms.busy_with(checksums.add(view))
-        self._send_both(head, view, until)
+                    checksums[position] = None
+        return checksums + [None] * (len(moves) - len(checksums))
 
     def read(self, moves: Sequence[Move], until: float) -> list[int | None]:
-        with self._turn(until) as checksums:
+        checksums: list[int | None] = []
+        with self._turn(until):
             frames = [FRAME.pack(READ, move.id, move.num_bytes) for move in moves]
             self._send(b"".join(frames), until)
             for move in moves:
                 status, num_bytes = self._answer(until)
                 if status != pb.ITEM_STATUS_OK:
-                    checksums.skip()
+                    checksums.append(None)
                     continue
                 if num_bytes != move.num_bytes:
                     raise TransferError("the store's stream sent another size than was asked for")
-                self._read(move, checksums, until)
-        return checksums.results()
-
-    def _read(self, move: Move, checksums: Checksums, until: float) -> None:
-        if move.bytes is not None:
-            self._receive(move.bytes, until)
-            checksums.add(move.bytes)
-            return
-        view = self._rooms.next(move.num_bytes)
-        self._receive(view, until)
-        self._rooms.busy_with(checksums.add(view))
-        with view.toreadonly() as readonly:
-            move.touch(readonly)
+                view = self._room(num_bytes) if move.bytes is None else move.bytes
+                self._receive(view, until)
+                if move.bytes is None:
+                    with view.toreadonly() as readonly:
+                        move.touch(readonly)
+                checksums.append(xxhash.xxh3_64_intdigest(view))
+        return checksums
 
     def pools(self) -> list[memoryview]:
         return []
 
     def close(self) -> None:
         self._connection.close()
-        self._threads.shutdown(wait=False)
 
     @contextlib.contextmanager
-    def _turn(self, until: float) -> Iterator[Checksums]:
+    def _turn(self, until: float) -> Iterator[None]:
         """Hold the connection; whatever interrupts a batch leaves it out of step, so it ends."""
         if not self._lock.acquire(timeout=max(0.0, until - time.monotonic())):
             raise TimeoutError("the store's stream is busy")
-        checksums = Checksums(self._threads)
         try:
-            yield checksums
+            yield
         except BaseException:
             self._connection.close()
             raise
         finally:
-            # the caller's memory is its own again once this is left
-            checksums.settle()
             self._lock.release()
+
+    def _room(self, num_bytes: int) -> memoryview:
+        if len(self._scratch) < num_bytes:
+            self._scratch = bytearray(num_bytes)
+        return memoryview(self._scratch)[:num_bytes]
 
     def _answer(self, until: float) -> tuple[int, int]:
         answer = bytearray(ANSWER.size)
