@@ -10,7 +10,6 @@ from collections.abc import Iterator
 
 import pytest
 
-from diptych.connectors.store_client import StoreClient
 from diptych.connectors.store_results import Outcome, PutItem
 from diptych.connectors.store_wire import FRAME, WAKE_BYTES, WRITE, wake_bytes
 from diptych.proto import kvstore_pb2 as pb
@@ -21,6 +20,7 @@ from tests.services.test_kvstore import (
     control,
     key,
     open_stream,
+    patient,
     put,
     read_answer,
     running_node,
@@ -37,7 +37,7 @@ def node() -> Iterator[Node]:
 
 @pytest.mark.parametrize("transport", ["memory", "stream"])
 def test_bytes_that_lie_together_go_and_come_without_a_callback(node: Node, transport: str) -> None:
-    client = StoreClient(node.address, transport=transport)
+    client = patient(node.address, transport=transport)
     objects = {key(): os.urandom(size) for size in SIZES}
     results = client.put_many([PutItem.of(k, memoryview(v)) for k, v in objects.items()])
     assert {r.outcome for r in results} == {Outcome.OK}
@@ -51,7 +51,7 @@ def test_bytes_that_lie_together_go_and_come_without_a_callback(node: Node, tran
 
 @pytest.mark.parametrize("transport", ["memory", "stream"])
 def test_a_target_of_another_size_is_left_alone(node: Node, transport: str) -> None:
-    client = StoreClient(node.address, transport=transport)
+    client = patient(node.address, transport=transport)
     names = [key(), key(), key()]
     put(client, {names[0]: b"first", names[1]: b"other"})
     targets = [bytearray(5), bytearray(6), bytearray(5)]
@@ -65,7 +65,7 @@ def test_targets_belong_to_their_keys_in_later_batches_too(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("diptych.connectors.store_client._BATCH_ITEMS", 3)
-    client = StoreClient(node.address, transport="stream")
+    client = patient(node.address, transport="stream")
     objects = {key(): os.urandom(100) for _ in range(8)}
     put(client, objects)
     targets = [bytearray(100) for _ in objects]
@@ -93,7 +93,7 @@ def test_a_batch_that_breaks_off_shows_nothing_and_leaves_nothing(sent: int) -> 
             assert time.monotonic() < deadline
             time.sleep(0.05)
         assert list(stub.Exists(pb.ExistsRequest(keys=names)).present) == [False] * 3
-        client = StoreClient(node.address, transport="stream")
+        client = patient(node.address, transport="stream")
         # all of the room is there again
         whole = {key(): os.urandom(2 * MIB) for _ in range(3)}
         while not all(r.stored for r in put(client, whole)):
@@ -102,7 +102,7 @@ def test_a_batch_that_breaks_off_shows_nothing_and_leaves_nothing(sent: int) -> 
 
 
 def test_a_put_whose_writer_fails_in_the_middle_of_a_batch_shows_nothing(node: Node) -> None:
-    client = StoreClient(node.address, transport="stream")
+    client = patient(node.address, transport="stream")
     first, second = key(), key()
     before = control(node).GetStats(pb.GetStatsRequest()).num_puts
 
