@@ -134,7 +134,9 @@ def _find(args: argparse.Namespace) -> int:
 
     missing = 0
     for key, holders in zip(keys, asyncio.run(look_up()), strict=True):
-        missing += not holders
+        if not holders:
+            missing += 1
+            sys.stderr.write(f"no node has {key.hex()}\n")
         for holder in holders:
             _say(f"{holder.node_id} {key.hex()} {holder.num_bytes} {holder.tier}")
     return int(missing > 0)

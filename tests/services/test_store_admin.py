@@ -108,6 +108,8 @@ def test_find_asks_the_directory(capsys: Out) -> None:
             assert time.monotonic() < deadline
         assert capsys.readouterr().out == f"b {stored.hex()} 100 dram\n"
         assert find(unknown) == 1
+        captured = capsys.readouterr()
+        assert (captured.out, captured.err) == ("", f"no node has {unknown.hex()}\n")
 
 
 def test_what_cannot_be_done_is_said(node: Node, capsys: Out) -> None:
