@@ -121,6 +121,28 @@ ROUTER_READS: dict[str, tuple[Damage, str]] = {
     "hidden size beyond all": (change(hidden_size=1 << 70), "config.json is not valid"),
     "heads 0": (change(num_attention_heads=0), "config.json is not valid"),
     "heads that share no KV heads": (change(num_key_value_heads=3), "config.json is not valid"),
+    "more layers than memory": (change(num_hidden_layers=10**7), "10000000 layers of"),
+    "more parameters than any": (
+        change(num_hidden_layers=4000, intermediate_size=1 << 30),
+        "parameters, which no model",
+    ),
+    "a fractional vocabulary": (change(vocab_size=384.5), "vocab_size is 384.5"),
+    "layers of yes": (change(num_hidden_layers=True), "num_hidden_layers is True"),
+    "an end of words": (change(eos_token_id="</s>"), "eos_token_id is '</s>'"),
+    "an end below 0": (change(eos_token_id=[2, -1]), "eos_token_id is [2, -1]"),
+    "an end of fractions": (change(eos_token_id=2.5), "eos_token_id is 2.5"),
+    "RoPE divided by 0": (
+        change(rope_scaling={"rope_type": "linear", "factor": 0}),
+        "rope_scaling.factor is 0",
+    ),
+    "RoPE divided by no number": (
+        change(rope_scaling={"rope_type": "linear", "factor": float("nan")}),
+        "rope_scaling.factor is nan",
+    ),
+    "RoPE divided by words": (
+        change(rope_scaling={"rope_type": "linear", "factor": "two"}),
+        "rope_scaling.factor is 'two'",
+    ),
     "no norm": (change(rms_norm_eps=-1), "rms_norm_eps is -1"),
     "no RoPE": (change(rope_theta=-5), "rope_theta is -5"),
     "a RoPE of no number": (change(rope_theta=float("nan")), "rope_theta is nan"),

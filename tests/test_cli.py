@@ -65,6 +65,10 @@ def test_help_names_every_command() -> None:
 
 def test_config_show_prints_what_the_environment_gives() -> None:
     assert "port: 9999" in run("config", "show", DIPTYCH_ROUTER_PORT="9999").stdout
+    shown = run("config", "show", "prefill", "--kv-lease-s", "7", DIPTYCH_WORKER_PORT="9999").stdout
+    assert "kv_lease_s: 7.0" in shown
+    assert "port: 9999" in shown
+    assert "router:" not in shown
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,12 @@
 import json
 import socket
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 
+import diptych
 from diptych.cli import main
 from diptych.doctor import examine
 from diptych.doctor_checks import (
@@ -95,6 +98,37 @@ def test_a_check_that_breaks_is_a_finding() -> None:
     assert examine(Options(), [check_the_moon]) == [
         Finding("the moon", Level.WARN, "could not be checked: it is cloudy")
     ]
+
+
+@pytest.mark.parametrize(
+    ("answers", "level"),
+    [
+        ({"/v1/models": '{"data": [{"owned_by": "diptych"}]}'}, Level.OK),
+        ({"/version": f'{{"version": "{diptych.__version__}"}}'}, Level.OK),
+        ({"/v1/models": '{"data": [{"owned_by": "vllm"}]}'}, Level.FAIL),
+        ({}, Level.FAIL),
+    ],
+    ids=["a router", "a router with keys", "another server", "no API"],
+)
+def test_a_port_that_a_running_diptych_has_is_no_problem(
+    answers: dict[str, str], level: Level
+) -> None:
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            body = answers.get(self.path, "").encode()
+            self.send_response(200 if body else 401)
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        port = server.server_address[1]
+        found = levels(list(check_ports(Options(host="127.0.0.1", ports=(port,)))))
+        server.shutdown()
+    assert found[f"port {port}"] is level
 
 
 def test_ports_that_are_free_are_fine() -> None:

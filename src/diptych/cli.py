@@ -9,7 +9,7 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
-from diptych.config_sources import Settings, add_flags, load
+from diptych.config_sources import SECTIONS, Settings, add_flags, load
 from diptych.errors import DiptychError
 
 _BENCHES = {
@@ -27,6 +27,23 @@ _BENCHES = {
     "up": "start-up, memory and first token of the whole system",
     "serve": "load on an OpenAI endpoint: latencies, throughput, goodput",
 }
+
+
+# commands that take sections of the configuration as flags
+_SERVICES: dict[str, tuple[str, tuple[str, ...]]] = {
+    "up": (
+        "start router, prefill, decode, KV store and directory on this machine",
+        ("up", "engine", "router", "planner", "redis"),
+    ),
+    "serve": ("serve one model with one aggregated engine", ("up", "engine", "router")),
+    "router": ("the front door", ("router", "redis", "planner", "engine")),
+    "prefill": ("a prefill worker", ("worker", "engine", "redis")),
+    "decode": ("a decode worker", ("worker", "engine", "redis")),
+    "worker": ("an aggregated worker", ("worker", "engine", "redis")),
+    "kvstore": ("a node of the KV store", ("kvstore", "redis")),
+}
+# of one engine on one machine: nothing is handed over, and there is nothing to choose among
+_NO_EFFECT = {"serve": ("up.prefill", "up.decode", "router.handoff", "router.workers")}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -53,35 +70,15 @@ def _parser(argv: list[str]) -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=_version())
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
 
-    def command(name: str, text: str, run: Callable[[Any], int | None], *flags: str) -> Any:
+    for name, (text, sections) in _SERVICES.items():
         sub = commands.add_parser(name, help=text, description=text)
-        if flags:
-            add_flags(sub, *flags)
-        sub.set_defaults(run=run, command=name)
-        return sub
-
-    command(
-        "up",
-        "start router, prefill, decode, KV store and directory on this machine",
-        _up,
-        "up",
-        "engine",
-        "router",
-        "planner",
-        "redis",
-    )
-    serve = command(
-        "serve", "serve one model with one aggregated engine", _serve, "up", "engine", "router"
-    )
-    serve.add_argument("model", nargs="?", metavar="MODEL", help="as --model")
-    command("router", "the front door", _router, "router", "redis", "planner", "engine")
-    command("prefill", "a prefill worker", _prefill, "worker", "engine", "redis")
-    command("decode", "a decode worker", _decode, "worker", "engine", "redis")
-    command("worker", "an aggregated worker", _worker, "worker", "engine", "redis")
-    command("kvstore", "a node of the KV store", _kvstore, "kvstore", "redis")
+        add_flags(sub, *sections, without=_NO_EFFECT.get(name, ()))
+        sub.set_defaults(run=_RUN[name])
+        if name == "serve":
+            sub.add_argument("model", nargs="?", metavar="MODEL", help="as --model")
     _add_store(commands)
     _add_chat(commands)
-    _add_config(commands)
+    _add_config(commands, argv)
     _add_doctor(commands)
     _add_bench(commands, argv)
     return parser
@@ -106,12 +103,21 @@ def _add_chat(commands: Any) -> None:
     chat.set_defaults(run=_chat)
 
 
-def _add_config(commands: Any) -> None:
+def _add_config(commands: Any, argv: list[str]) -> None:
     config = commands.add_parser("config", help="configuration")
     actions = config.add_subparsers(metavar="ACTION", required=True)
-    show = actions.add_parser("show", help="print the values that environment and file give")
+    text = "print the values that flags, environment and file give, all or those of a command"
+    show = actions.add_parser("show", help=text, description=text)
     show.add_argument("--config", metavar="FILE", help="YAML file with one mapping per section")
-    show.set_defaults(run=_config_show)
+    show.set_defaults(run=_config_show, sections=tuple(SECTIONS))
+    of_command = show.add_subparsers(metavar="COMMAND")
+    for name, (what, sections) in _SERVICES.items():
+        sub = of_command.add_parser(name, help=what)
+        sub.set_defaults(sections=sections)
+        if argv[:2] == ["config", "show"] and name in argv:
+            without = _NO_EFFECT.get(name, ())
+            # --config may stand before the command too
+            add_flags(sub, *sections, without=without, config_file=argparse.SUPPRESS)
 
 
 def _add_doctor(commands: Any) -> None:
@@ -226,11 +232,20 @@ def _doctor(args: Any) -> int:
 def _config_show(args: Any) -> int:
     import yaml
 
-    from diptych.config_sources import SECTIONS
-
-    settings = load(tuple(SECTIONS), {}, os.environ, args.config)
+    settings = _settings(args, *args.sections)
     sys.stdout.write(yaml.safe_dump(settings.as_dict(), sort_keys=False))
     return 0
+
+
+_RUN: dict[str, Callable[[Any], int | None]] = {
+    "up": _up,
+    "serve": _serve,
+    "router": _router,
+    "prefill": _prefill,
+    "decode": _decode,
+    "worker": _worker,
+    "kvstore": _kvstore,
+}
 
 
 def _die_with_parent() -> None:

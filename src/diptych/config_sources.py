@@ -15,7 +15,7 @@ import math
 import re
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
@@ -57,13 +57,26 @@ class Settings:
         return {name: dataclasses.asdict(value) for name, value in self._sections.items()}
 
 
-def add_flags(parser: argparse.ArgumentParser, *sections: str) -> None:
-    """One flag per field of the sections, with the help that stands beside the field's default."""
-    parser.add_argument("--config", metavar="FILE", help="YAML file with one mapping per section")
+def add_flags(
+    parser: argparse.ArgumentParser,
+    *sections: str,
+    without: Collection[str] = (),
+    config_file: str | None = None,
+) -> None:
+    """One flag per field of the sections, with the help that stands beside the field's default.
+
+    Args:
+        without: fields, as `section.field`, that have no effect in this command.
+        config_file: default of --config.
+    """
+    text = "YAML file with one mapping per section"
+    parser.add_argument("--config", metavar="FILE", help=text, default=config_file)
     for section in sections:
         group = parser.add_argument_group(section)
         hints = get_type_hints(SECTIONS[section])
         for field in dataclasses.fields(SECTIONS[section]):
+            if f"{section}.{field.name}" in without:
+                continue
             flag = "--" + field.name.replace("_", "-")
             text = field.metadata.get("help", "").replace("%", "%%")
             if field.default is not dataclasses.MISSING and field.default is not None:

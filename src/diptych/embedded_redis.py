@@ -15,12 +15,12 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 from types import TracebackType
 
 from diptych.errors import ConfigError, UnavailableError
+from diptych.private_folder import make_private_folder
 
 # A unix socket's path holds at most 107 bytes.
 _LONGEST_FOLDER = 90
@@ -89,7 +89,9 @@ class EmbeddedRedis:
             return self.url
         binary = find_server()
         first = self._folder is None
-        folder = self._folder = self._folder or _private_folder()
+        folder = self._folder = self._folder or make_private_folder(
+            "diptych-redis-", _LONGEST_FOLDER
+        )
         try:
             with (folder / "log").open("wb") as log:
                 self._process = subprocess.Popen(
@@ -152,14 +154,6 @@ class EmbeddedRedis:
                     f"the embedded Redis did not start: {lines[-1] if lines else 'no output'}"
                 )
             time.sleep(0.01)
-
-
-def _private_folder() -> Path:
-    folder = tempfile.mkdtemp(prefix="diptych-redis-")
-    if len(os.fsencode(folder)) > _LONGEST_FOLDER:
-        os.rmdir(folder)
-        folder = tempfile.mkdtemp(prefix="diptych-redis-", dir="/tmp")
-    return Path(folder)
 
 
 def _arguments(folder: Path) -> list[str]:

@@ -76,3 +76,12 @@ def test_arguments_that_cannot_be_met_are_named(
 @pytest.mark.parametrize("name", diptych.__all__)
 def test_public_names_are_there(name: str) -> None:
     assert getattr(diptych, name).__name__ == name
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("block_size", "x"), ("num_kv_blocks", True), ("max_model_len", 7.5), ("enforce_eager", 1)],
+)
+def test_an_argument_of_an_odd_type_is_named(name: str, value: object) -> None:
+    with pytest.raises(ConfigError, match=name):
+        engine_config("tiny", {name: value})

@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 from diptych.config import EngineConfig, KVTransferConfig
 from diptych.errors import ConfigError, UnsupportedFeatureError
 
 logger = logging.getLogger(__name__)
 
+_HINTS = get_type_hints(EngineConfig)
 # Arguments of the field that change nothing here, whatever their value.
 _WITHOUT_EFFECT = frozenset(
     {
@@ -65,7 +66,27 @@ def engine_config(model: str, arguments: Mapping[str, Any]) -> EngineConfig:
     values["dtype"] = _dtype_name(values.get("dtype", "auto"))
     if values.get("seed") is None:
         values.pop("seed", None)
+    for name, value in values.items():
+        _require_type(name, value)
     return EngineConfig(model=str(model), **values)
+
+
+def _require_type(name: str, value: Any) -> None:
+    """
+    Raises:
+        ConfigError: the value is of no type that the field takes.
+    """
+    hint = _HINTS[name]
+    allowed = get_args(hint) or (hint,)
+    if isinstance(value, bool):
+        fits = bool in allowed
+    elif isinstance(value, int):
+        fits = int in allowed or float in allowed
+    else:
+        fits = isinstance(value, allowed)
+    if not fits:
+        named = " or ".join("None" if kind is type(None) else kind.__name__ for kind in allowed)
+        raise ConfigError(f"{name} must be {named}, not {value!r}", param=name)
 
 
 def _require_supported(model: str, name: str, value: Any) -> None:

@@ -12,7 +12,6 @@ import shutil
 import signal
 import socket
 import sys
-import tempfile
 import time
 from pathlib import Path
 
@@ -22,6 +21,7 @@ from diptych.launcher.checks import check_together
 from diptych.launcher.plan import ProcessSpec, url_host
 from diptych.launcher.supervisor import Supervisor
 from diptych.models.fetch import resolve_model
+from diptych.private_folder import make_private_folder
 
 _LONGEST_DIRECTORY = 80
 
@@ -42,7 +42,7 @@ def run(settings: Settings, *, aggregated: bool = False) -> int:
         _check_port(router.host, getattr(router, name), "--" + name.replace("_", "-"))
     say(f"model {settings['engine'].model}")
     resolve_model(settings["engine"].model, settings["engine"].revision)
-    directory = _private_directory()
+    directory = make_private_folder("diptych-up-", _LONGEST_DIRECTORY)
     try:
         return asyncio.run(_run(settings, directory, aggregated))
     finally:
@@ -121,15 +121,6 @@ def _print_invitation(settings: Settings, spec: ProcessSpec, logs: Path) -> None
         f"  -d {shlex.quote(body)}\n",
         flush=True,
     )
-
-
-def _private_directory() -> Path:
-    """A fresh one, with a path that leaves room for a socket's name in it."""
-    directory = tempfile.mkdtemp(prefix="diptych-")
-    if len(os.fsencode(directory)) > _LONGEST_DIRECTORY:
-        os.rmdir(directory)
-        directory = tempfile.mkdtemp(prefix="diptych-", dir="/tmp")
-    return Path(directory)
 
 
 def _check_port(host: str, port: int, flag: str) -> None:
