@@ -60,7 +60,7 @@ def find_server() -> str:
 class EmbeddedRedis:
     """`with EmbeddedRedis() as url:` or `start()` … `stop()`; `url` is what `--redis` takes."""
 
-    def __init__(self, *, start_timeout_s: float = 10.0, stop_timeout_s: float = 5.0) -> None:
+    def __init__(self, *, start_timeout_s: float = 60.0, stop_timeout_s: float = 10.0) -> None:
         self._start_timeout_s = start_timeout_s
         self._stop_timeout_s = stop_timeout_s
         self._process: subprocess.Popen[bytes] | None = None
