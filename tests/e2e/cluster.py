@@ -156,7 +156,8 @@ class ServiceProcess:
 class Cluster:
     """Services of one model in one directory; all end with the block that started them.
 
-    `redis` is the section that stores and workers started from then on find one another by.
+    `redis` is the section that stores and workers started from then on find one another by. After
+    `silence_s` routers take a worker for lost: long, for one may get no time to run.
     """
 
     def __init__(self, model: str | Path, directory: Path) -> None:
@@ -164,6 +165,7 @@ class Cluster:
         self._directory = directory
         self.services: list[ServiceProcess] = []
         self.redis: dict[str, Any] | None = None
+        self.silence_s = 60.0
 
     def kvstore(self, **settings: Any) -> tuple[ServiceProcess, str]:
         """A store node and its address."""
@@ -215,7 +217,9 @@ class Cluster:
         admin_port = free_port()
         own = "worker" if "worker" in sections else command
         sections[own]["admin_port"] = admin_port
-        if self.redis is not None and command != "router":
+        if command == "router":
+            sections["redis"] = {"liveness_s": self.silence_s}
+        elif self.redis is not None:
             sections["redis"] = self.redis
         service = ServiceProcess(command, sections, self._directory, admin_port)
         service.start()

@@ -84,6 +84,7 @@ def pools(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pools]:
 @contextmanager
 def running_pools(directory: Path, *, kv_lease_s: float) -> Iterator[Pools]:
     with cluster(make_tiny_model(directory / "model"), directory) as made:
+        made.silence_s = 5.0  # of those that these tests freeze
         workers, addresses = [], []
         for role in ("prefill", "prefill", "decode", "decode"):
             worker, address = made.worker(

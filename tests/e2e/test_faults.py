@@ -56,6 +56,7 @@ class Pools:
 def pools(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pools]:
     directory = tmp_path_factory.mktemp("faults")
     with cluster(make_tiny_model(directory / "model"), directory) as made:
+        made.silence_s = 5.0  # of those that these tests freeze
         _, store = made.kvstore()
         prefill, *addresses = made.worker("prefill", store=store)
         decodes = []
