@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
@@ -45,6 +47,10 @@ def _kv_checksums_kernel(
     tl.store(sums + tokens * H + i_h, b_sums.to(tl.int64, bitcast=True), mask=counted)
 
 
+# they are those of a pool, and making them takes longer than to launch what uses them
+_word_keys = functools.lru_cache(maxsize=8)(word_keys)
+
+
 def kv_checksums(
     kv_cache: Tensor, block_ids: Tensor, first_token: int, end_token: int, first_layer: int = 0
 ) -> Tensor:
@@ -56,7 +62,7 @@ def kv_checksums(
     sums = torch.empty(num_tokens, num_heads, dtype=torch.int64, device=words.device)
     if not sums.numel():
         return sums
-    keys = word_keys(first_layer, num_layers * parts, num_words, words.device)
+    keys = _word_keys(first_layer, num_layers * parts, num_words, words.device)
     _kv_checksums_kernel[(len(block_ids), num_heads)](
         words,
         block_ids,

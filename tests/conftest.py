@@ -1,5 +1,6 @@
 """Keep the repository root off sys.path, so `kernels` and `proto` never name our folders."""
 
+import contextlib
 import os
 import sys
 from collections.abc import Iterator
@@ -15,6 +16,16 @@ os.environ["PYTHONSAFEPATH"] = "1"  # for the service processes that tests start
 if not list(Path("/dev").glob("nvidia[0-9]*")):
     # read when triton is first imported, which a test of something else may do
     os.environ["TRITON_INTERPRET"] = "1"
+
+
+with contextlib.suppress(ImportError):  # where only the tests of GPUs run
+    from hypothesis import HealthCheck, settings
+
+    # an example may take long where others have the cores
+    settings.register_profile(
+        "patient", settings(), deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    )
+    settings.load_profile("patient")
 
 
 @pytest.fixture

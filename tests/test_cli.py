@@ -29,7 +29,7 @@ def run(*argv: str, **environment: str) -> subprocess.CompletedProcess[str]:
         [sys.executable, "-P", "-m", "diptych.cli", *argv],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
         env={**__import__("os").environ, **environment},
     )
 
@@ -42,7 +42,7 @@ def test_help_imports_neither_torch_nor_the_services(argv: list[str]) -> None:
         "print([m for m in sys.modules if m.split('.')[0] in ('torch', 'transformers', 'aiohttp')])"
     )
     done = subprocess.run(
-        [sys.executable, "-P", "-c", code], capture_output=True, text=True, timeout=60
+        [sys.executable, "-P", "-c", code], capture_output=True, text=True, timeout=300
     )
 
     assert done.stdout.rstrip().endswith("[]"), done.stdout + done.stderr
@@ -51,7 +51,7 @@ def test_help_imports_neither_torch_nor_the_services(argv: list[str]) -> None:
 def test_import_diptych_leaves_torch_out() -> None:
     code = "import sys, diptych; print('torch' in sys.modules, 'numpy' in sys.modules)"
     done = subprocess.run(
-        [sys.executable, "-P", "-c", code], capture_output=True, text=True, timeout=60
+        [sys.executable, "-P", "-c", code], capture_output=True, text=True, timeout=300
     )
 
     assert done.stdout.strip() == "False False"

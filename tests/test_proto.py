@@ -23,7 +23,7 @@ def test_generated_code_is_that_of_the_proto_files(tmp_path: Path) -> None:
         ["bash", str(PROTO / "generate.sh"), str(tmp_path)],
         check=True,
         env={**os.environ, "PYTHON": sys.executable},
-        timeout=60,
+        timeout=300,
     )
     made = sorted((tmp_path / "diptych" / "proto").iterdir())
     assert len(made) == 3 * len(SOURCES)

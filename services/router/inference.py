@@ -191,8 +191,6 @@ class Inference:
             return
         if state.token_ids:
             self._metrics.inter_token_latency.observe(gap_s)
-            if len(state.token_ids) == 1:
-                self._metrics.first_to_second_token.observe(gap_s)
         else:
             self._metrics.time_to_first_token.observe(gap_s)
 

@@ -17,17 +17,13 @@ _TOKEN = (
     0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0,
     40.0, 80.0,
 )  # fmt: skip
-_HANDOFF = (
-    0.001, 0.002, 0.003, 0.004, 0.005, 0.006, 0.007, 0.008, 0.009, 0.01, 0.012, 0.014, 0.016, 0.018,
-    0.02, 0.025, 0.03, 0.04, 0.06, 0.08, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.5, 10.0,
-)  # fmt: skip
 _REQUEST = (
     0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0,
     480.0, 960.0, 1920.0, 7680.0,
 )  # fmt: skip
 _GAP = (
-    0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5, 5.0,
-    10.0, 30.0,
+    0.001, 0.002, 0.003, 0.004, 0.005, 0.006, 0.007, 0.008, 0.009, 0.01, 0.0125, 0.015, 0.0175,
+    0.02, 0.025, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0,
 )  # fmt: skip
 _TOKENS = tuple(float(m * 10**e) for e in range(6) for m in (1, 2, 5))
 
@@ -55,11 +51,6 @@ class RouterMetrics:
         )
         self.inter_token_latency = histogram(
             "vllm:inter_token_latency_seconds", "Between two outputs of a request.", _TOKEN
-        )
-        self.first_to_second_token = histogram(
-            "diptych:first_to_second_token_seconds",
-            "From the first token's arrival at the router to the second's.",
-            _HANDOFF,
         )
         self.e2e_latency = histogram(
             "vllm:e2e_request_latency_seconds", "From acceptance to the last token.", _REQUEST

@@ -18,7 +18,7 @@ from diptych.bench.serve_events import ServerSentEvents, parse_event
 from diptych.bench.serve_figures import figures_of, gaps_of, metrics_of, table
 from diptych.bench.serve_prompts import RandomLengths, custom_loads, random_loads, trace_loads
 from diptych.bench.serve_run import Run
-from diptych.bench.serve_scrape import GAP, Snapshot
+from diptych.bench.serve_scrape import GAP, HANDOFFS, Snapshot
 from diptych.cli import main
 from diptych.errors import ConfigError, InvalidRequestError
 
@@ -263,18 +263,22 @@ def page(fast: int, slow: int) -> str:
         f'{GAP}_bucket{{le="+Inf",model_name="m"}} {fast + slow}\n'
         f'{GAP}_sum{{model_name="m"}} {fast * 0.005 + slow * 0.015}\n'
         f'{GAP}_count{{model_name="m"}} {fast + slow}\n'
+        f"# TYPE {HANDOFFS}_total counter\n"
+        f'{HANDOFFS}_total{{way="direct",result="done"}} {fast + slow}\n'
+        f'{HANDOFFS}_total{{way="store",result="done"}} 3\n'
     )
 
 
 def test_what_a_server_counted_before_the_run_is_not_in_its_figures() -> None:
-    before, after = Snapshot.of(page(100, 0), GAP), Snapshot.of(page(108, 2), GAP)
+    before, after = Snapshot.of(page(100, 0)), Snapshot.of(page(108, 2))
 
     found = after.since(before).figures("t12", [90.0])
 
     assert found["mean_t12_ms"] == pytest.approx(7.0)
     assert found["median_t12_ms"] == pytest.approx(6.25)
     assert found["p90_t12_ms"] == pytest.approx(15.0)
-    assert Snapshot.of("", GAP).figures("t12", []) == {}
+    assert found["handoffs"] == {"direct done": 10}
+    assert Snapshot.of("").figures("t12", []) == {}
 
 
 @pytest.mark.parametrize(

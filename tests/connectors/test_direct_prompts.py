@@ -360,6 +360,7 @@ class World:
         assert self.prefill.next_at_s() is None
         assert not self.reads.open
         assert not self.d_reports.is_announced("r")
+        assert not self.d_reports.is_expecting
 
 
 MOVES = st.lists(st.tuples(st.sampled_from(KINDS), st.integers(0, 31)), min_size=5, max_size=60)
@@ -398,9 +399,12 @@ def test_without_bad_luck_the_kv_arrives(num_tokens: int, chunk: int) -> None:
             world.run("deliver", 0)
         while world.reads.open:
             world.run("read", 0)
+    # from COMMIT on the KV is to be expected, until it is there
+    assert world.d_reports.is_expecting
     while world.network:
         world.run("deliver", 0)
     assert world.received
+    assert not world.d_reports.is_expecting
     assert world.prefill.num_valid == 1
     world.quiet()
     world.check_end()

@@ -40,4 +40,5 @@ def test_a_load_of_its_own_system_is_answered_and_answers_hold_when_asked_again(
     assert figures["answers_equal"] == 4
     assert figures["mean_ttft_ms"] <= figures["mean_ttst_ms"] <= figures["mean_e2el_ms"]
     assert figures["mean_router_t12_ms"] > 0
+    assert figures["handoffs"]["direct done"] > 0
     assert "Mean TTST (ms):" in done.stdout

@@ -45,6 +45,11 @@ class FakeConnector(KVConnectorScheduler):
     sending: set[str] = field(default_factory=set)
     aborted: list[str] = field(default_factory=list)
     read_by_peers: set[str] = field(default_factory=set)
+    expects: bool = False
+
+    @property
+    def is_expecting(self) -> bool:
+        return self.expects
 
     def is_read(self, request_id: str) -> bool:
         return request_id in self.read_by_peers

@@ -183,6 +183,22 @@ def test_a_device_that_fails_ends_every_request_by_name() -> None:
     assert not core.has_work
 
 
+def test_no_step_is_planned_ahead_while_kv_is_about_to_arrive() -> None:
+    """Whoever waits for it is in the step after the one that runs."""
+    connector, executor = FakeConnector(), FakeExecutor()
+    device = LateDevice(executor, executor)
+    core = EngineCore(EngineConfig(async_scheduling=True), device, connector)
+    core.add_request(make_request("a", PROMPT, max_tokens=40))
+    for connector.expects, most in ((True, 1), (False, 2), (True, 2)):
+        for _ in range(6):
+            core.step()
+        assert device.most_in_flight == most
+    device.most_in_flight = 0
+    for _ in range(6):
+        core.step()
+    assert device.most_in_flight == 1
+
+
 def test_a_failure_found_while_aborting_is_reported_by_the_next_step() -> None:
     connector, executor = FakeConnector(), FakeExecutor(fail_at=1)
     core = EngineCore(

@@ -1,4 +1,4 @@
-"""KV from one engine's GPU memory straight into another's, on one GPU."""
+"""KV from one engine's GPU memory straight into another's: on two GPUs where there are two."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ pytestmark = [pytest.mark.anyio, pytest.mark.timeout(300)]
 PROMPT = [(7 * i) % 250 for i in range(300)]
 SAMPLING = {"max_tokens": 8, "temperature": 0.9, "seed": 3}
 GPU = {"device": "cuda", "attention_backend": "triton"}
+OTHER_GPU = {**GPU, "device": "cuda:1" if torch.cuda.device_count() > 1 else "cuda"}
 
 
 @pytest.mark.parametrize("transport", ["nixl", "tcp"])
@@ -26,11 +27,11 @@ async def test_the_answer_is_that_of_one_engine(tmp_path: Path, transport: str) 
     """NIXL reads where the pools lie; TCP stages them in host memory."""
     if transport == "nixl" and not any(importlib.util.find_spec(name) for name in PACKAGES):
         pytest.skip("NIXL is not installed")
-    settings = {**GPU, "transports": transport}
+    settings = {"transports": transport}
     async with running_pair(
         make_tiny_model(tmp_path / "model"),
-        prefill={**settings, "block_size": 64},
-        decode={**settings, "block_size": 16},
+        prefill={**GPU, **settings, "block_size": 64},
+        decode={**OTHER_GPU, **settings, "block_size": 16},
     ) as pair:
         await pair.decode.client.submit(make_request("own", PROMPT, cache_salt="x", **SAMPLING))
         await pair.decode.ended("own")
@@ -54,7 +55,7 @@ async def test_checksums_of_a_gpu_pool_are_what_the_reader_finds(
     ours = {"transports": "tcp", "verify_kv": verify}
     prefill = {**GPU, **ours, "block_size": 16}
     decode = {**ours, "block_size": 32}
-    decode |= GPU if reader == "cuda" else {}
+    decode |= OTHER_GPU if reader == "cuda" else {}
     async with running_pair(
         make_tiny_model(tmp_path / "model"), prefill=prefill, decode=decode
     ) as pair:

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif(HELM is None, reason="helm is not installed: `ma
 
 
 def helm(*argv: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([str(HELM), *argv], capture_output=True, text=True, timeout=60)
+    return subprocess.run([str(HELM), *argv], capture_output=True, text=True, timeout=300)
 
 
 def render(*argv: str) -> list[dict[str, Any]]:

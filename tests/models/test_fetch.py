@@ -97,7 +97,7 @@ def test_two_processes_convert_a_file_once(tmp_path: Path, cache: Path) -> None:
         subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
         for _ in range(2)
     ]
-    first, second = [Path(process.communicate(timeout=60)[0].strip()) for process in both]
+    first, second = [Path(process.communicate(timeout=300)[0].strip()) for process in both]
     assert first == second
     assert [p.name for p in (cache / "models").iterdir() if not p.name.endswith(".lock")] == [
         first.name

@@ -100,7 +100,7 @@ def resolve(endpoint: str, home: Path, model: str, revision: str = "") -> str:
         "HF_HUB_DISABLE_TELEMETRY": "1",
     }
     command = [sys.executable, "-c", CODE, model, revision]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert "hf_secret" not in done.stdout + done.stderr
     return done.stdout.strip()

@@ -27,7 +27,7 @@ async def chat(typed: bytes, *argv: str) -> tuple[int | None, str, str]:
     process = await asyncio.create_subprocess_exec(
         *command, stdin=pipe, stdout=pipe, stderr=pipe, env={**os.environ}
     )
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(300):
         output, errors = await process.communicate(typed)
     assert b"Traceback" not in errors
     return process.returncode, output.decode(), errors.decode()

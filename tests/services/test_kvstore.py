@@ -69,7 +69,7 @@ class Node:
         except OSError as error:
             return 0, str(error)
 
-    def until_ready(self, status: int = 200, timeout_s: float = 60.0) -> str:
+    def until_ready(self, status: int = 200, timeout_s: float = 300.0) -> str:
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
             code, text = self.get("/readyz")

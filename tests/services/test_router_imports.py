@@ -17,6 +17,6 @@ def test_the_router_imports_neither_torch_nor_the_engine() -> None:
         "print([*heavy, *sorted(set(engine) - allowed)])"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=300
     )
     assert done.stdout.strip() == "[]"

@@ -66,7 +66,7 @@ class Child:
         return int(child)
 
     async def until_ready(self) -> None:
-        async with asyncio.timeout(60), aiohttp.ClientSession(self.admin) as http:
+        async with asyncio.timeout(300), aiohttp.ClientSession(self.admin) as http:
             while True:
                 with contextlib.suppress(aiohttp.ClientConnectionError):
                     async with http.get("/readyz") as answer:

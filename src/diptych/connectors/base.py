@@ -228,6 +228,12 @@ class KVConnectorScheduler(ABC):
         return False
 
     @property
+    def is_expecting(self) -> bool:
+        """Whether KV is about to arrive, within a step or so: one planned ahead of the results of
+        those in flight would go without it."""
+        return False
+
+    @property
     def handoff_cards(self) -> bytes:
         """How peers can read this engine's pool (`peer_reads.encode_cards`); empty: they cannot."""
         return b""

@@ -15,6 +15,7 @@ class DirectReports:
         self._lock = threading.Lock()
         self._output = KVConnectorOutput()
         self._announced: set[str] = set()
+        self._arriving: set[str] = set()
 
     def announced(self, request_id: str) -> None:
         """Its KV is being computed: blocks may be reserved."""
@@ -24,6 +25,18 @@ class DirectReports:
     def is_announced(self, request_id: str) -> bool:
         with self._lock:
             return request_id in self._announced
+
+    def arriving(self, request_id: str, is_arriving: bool) -> None:
+        """Whether all its KV is computed, and is being read or validated."""
+        if is_arriving:
+            self._arriving.add(request_id)
+        else:
+            self._arriving.discard(request_id)
+
+    @property
+    def is_expecting(self) -> bool:
+        """Whether something is to be received or failed soon."""
+        return bool(self._arriving)
 
     def received(self, request_id: str, handed_over: HandedOver) -> None:
         """All its KV is here, and valid."""

@@ -62,6 +62,10 @@ class DirectScheduler(KVConnectorScheduler):
         self._held: set[str] = set()
 
     @property
+    def is_expecting(self) -> bool:
+        return self._driver.reports.is_expecting
+
+    @property
     def handoff_cards(self) -> bytes:
         return self._cards
 

@@ -293,6 +293,8 @@ class TakenPrompts:
             entry.validating_s = self._monotonic()
             self.times.add("commit to all read", entry.validating_s - entry.committed_s)
             entry.repeat_at_s = entry.validating_s + self._settings.repeat_s
+        coming = entry.committed is not None and entry.machine.state in _LISTENING
+        self._reports.arriving(entry.prompt.request_id, coming)
         if entry.machine.state is State.DEFERRED and before.state is State.OFFERED:
             entry.announced_s = self._monotonic()
             self._reports.announced(entry.prompt.request_id)

@@ -143,8 +143,10 @@ class Scheduler:
 
     @property
     def can_plan_ahead(self) -> bool:
-        """Whether a step may be planned before those in flight have ended."""
-        return not (self._short_of_blocks or self._in_flight.must_settle())
+        """Whether a step may be planned before those in flight have ended. Where KV is about to
+        arrive it may not: whoever waits for it would miss that step."""
+        waits = self._short_of_blocks or self._in_flight.must_settle()
+        return not (waits or self._remote.is_expecting)
 
     # --- a step
 
