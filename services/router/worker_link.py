@@ -26,7 +26,7 @@ from diptych.errors import (
     UnavailableError,
 )
 from diptych.proto import worker_pb2, worker_pb2_grpc
-from diptych.rpc import PROTOCOL_VERSION, close_channel, error_from_rpc, open_channel
+from diptych.rpc import PROTOCOL_VERSION, error_from_rpc, open_channel
 from diptych.services.router.frames import read_frame
 from diptych.services.router.route import Entry, Role
 
@@ -268,9 +268,7 @@ class WorkerLink:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._set_streaming(False)
         self._lose_all("the router closes its link")
-        channel, self._channel, self._stub = self._channel, None, None
-        self._tasks, self._session = [], None
-        await close_channel(channel)
+        await self._channel.close()
 
     async def _keep_streaming(self) -> None:
         """Open the stream again and again; report requests as lost when that takes too long."""

@@ -7,13 +7,10 @@ error back.
 
 from __future__ import annotations
 
-import asyncio
-import gc
 import inspect
 import logging
 import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
@@ -61,6 +58,9 @@ CHANNEL_OPTIONS = [
     ("grpc.min_reconnect_backoff_ms", 5_000),
     ("grpc.max_reconnect_backoff_ms", 2_000),
 ]
+# A channel without a call lets its connection go. One that is closed, too, stays connected, and
+# connects again, until its last call is freed: calls are in cycles, freed only by the collector.
+_IDLE_MS = 2_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,28 +243,8 @@ def log_unforeseen(what: str, error: Exception) -> None:
 
 def open_channel(address: str) -> Any:
     """An insecure grpc.aio channel to `host:port` with a connection of its own."""
-    return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
-
-
-async def close_channel(channel: Any) -> None:
-    """Close a channel of `open_channel`, and its connection with it.
-
-    grpc.aio keeps a closed channel connected, and has it connect again, until the last of its
-    calls is freed; calls are in cycles, which the collector may find much later or never.
-    """
-    await channel.close()
-    await asyncio.sleep(0)
-    gc.collect()
-
-
-@asynccontextmanager
-async def channel_to(address: str) -> AsyncIterator[Any]:
-    """As `open_channel`, for the length of a block."""
-    channel = open_channel(address)
-    try:
-        yield channel
-    finally:
-        await close_channel(channel)
+    options = [*CHANNEL_OPTIONS, ("grpc.client_idle_timeout_ms", _IDLE_MS)]
+    return grpc.aio.insecure_channel(address, options=options)
 
 
 _BY_STATUS: dict[grpc.StatusCode, type[DiptychError]] = {

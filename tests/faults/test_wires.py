@@ -20,7 +20,7 @@ from tests.faults.damage import spoil_pool
 from tests.faults.deployment import Deployment, Shape, deployed
 from tests.faults.proxy import Proxy
 
-pytestmark = [pytest.mark.faults, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.faults, pytest.mark.timeout(900)]
 
 QUESTION = QUESTIONS[2]
 TRANSPORTS = {"decode-0": "tcp", "decode-1": "grpc", "decode-2": "shm"}
@@ -84,7 +84,7 @@ def wait_handed(system: Deployment, stage: str) -> None:
                 left[name] = handed(system, name)
         return not left
 
-    until(all_handed, f"all are handed KV: {stage}", 90)
+    until(all_handed, f"all are handed KV: {stage}", 240)
 
 
 def kv_proxies(system: Deployment) -> list[Proxy]:
@@ -112,7 +112,7 @@ def test_a_byte_flipped_between_workers_is_noticed(wires: Deployment, name: str)
         return worker.metric(CORRUPT) > before
 
     with flipping(wires):
-        until(noticed, "a wrong checksum was counted", 60)
+        until(noticed, "a wrong checksum was counted", 240)
     assert sum(proxy.num_flipped for proxy in kv_proxies(wires))
 
 
@@ -129,14 +129,14 @@ def test_a_byte_flipped_on_its_way_through_shared_memory_is_noticed(wires: Deplo
 
         asked = pool.submit(ask_until_paused)
         try:
-            pause.reached(60)
+            pause.reached()
         finally:
             paused.set()
         others = [wires.pid(name) for name in ("prefill-0/engine", "prefill-1/engine", "kvstore-0")]
         spoil_pool(wires.pid("decode-2/engine"), others)
         pause.release()
-        asked.result(90)
-    until(lambda: worker.metric(CORRUPT) == before + 1, "a wrong checksum was counted")
+        asked.result(240)
+    until(lambda: worker.metric(CORRUPT) == before + 1, "it was counted", 60)
 
 
 def test_a_line_of_a_fixed_rate_costs_time_only(wires: Deployment) -> None:
@@ -177,7 +177,7 @@ def test_a_partition_between_prefill_and_decode_changes_no_answer(
         pause.reached()
         with apart(wires):
             pause.release()
-            answer = asked.result(90)
+            answer = asked.result(240)
             assert answer.is_right(wires.expected[QUESTION]), answer
             # and while it lasts
             wires.check_right(QUESTIONS[1])
@@ -192,7 +192,7 @@ def test_a_decode_worker_cut_off_from_its_router_is_replaced_or_missed_cleanly(
         proxy.dropping = True
         try:
             pause.release()
-            answer = asked.result(90)
+            answer = asked.result(240)
         finally:
             proxy.dropping = False
     expected = wires.expected[QUESTION]
@@ -224,7 +224,7 @@ def test_reads_that_keep_failing_go_through_the_store(wires: Deployment) -> None
         return attempts(wires, "prefill") > before
 
     with flipping(wires):
-        until(stored, "an answer came through the store", 90)
+        until(stored, "an answer came through the store", 240)
 
 
 def test_without_reads_and_store_another_worker_or_decode_computes(wires: Deployment) -> None:
@@ -245,7 +245,7 @@ def test_a_prefill_worker_that_is_lost_is_replaced_by_the_other(wires: Deploymen
         before = wires.services[other].metric("diptych:requests_submitted_total")
         with frozen(wires, lost):
             pause.release()
-            answer = asked.result(90)
+            answer = asked.result(240)
         assert answer.is_right(wires.expected[QUESTION]), answer
         assert wires.services[other].metric("diptych:requests_submitted_total") > before
 
@@ -257,7 +257,7 @@ def test_without_prefill_workers_decode_computes_by_itself(wires: Deployment) ->
         pause.reached()
         with frozen(wires, "prefill-0", "prefill-1"):
             pause.release()
-            answer = asked.result(120)
+            answer = asked.result(240)
             assert answer.is_right(wires.expected[QUESTION]), answer
     assert attempts(wires, "whole") > before
 

@@ -38,7 +38,7 @@ from diptych.errors import (
     UnavailableError,
 )
 from diptych.proto import worker_pb2, worker_pb2_grpc
-from diptych.rpc import PROTOCOL_VERSION, channel_to
+from diptych.rpc import PROTOCOL_VERSION, open_channel
 from diptych.worker.tasks import until_first_ends
 
 logger = logging.getLogger(__name__)
@@ -295,7 +295,7 @@ class PeerStreams:
         """Hold a stream to a worker until it is gone for good."""
         backoff_s = _FIRST_BACKOFF_S
         heard_at, problem = self._clock.monotonic(), ""
-        async with channel_to(peer.address) as channel:
+        async with open_channel(peer.address) as channel:
             stub = worker_pb2_grpc.WorkerStub(channel)  # type: ignore[no-untyped-call]
             while self._clock.monotonic() - heard_at < self._times.gone_s:
                 opened_at = self._clock.monotonic()
