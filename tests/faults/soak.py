@@ -14,6 +14,7 @@ import logging
 import random
 import re
 import signal
+import subprocess
 import sys
 import tempfile
 import threading
@@ -133,7 +134,11 @@ class Soak:
         if victim.startswith(("prefill", "decode")) and self._random.random() < 0.3:
             victim += "/engine"
         self.tally.leaks |= self._system.grown()
-        self._system.send(victim, signal.SIGKILL)
+        try:
+            self._system.send(victim, signal.SIGKILL)
+        except subprocess.TimeoutExpired:
+            self.tally.leaks[victim] = "its process did not end"
+            self._system.send(victim.partition("/")[0], signal.SIGKILL)
         self._system.revive()
         return f"kill {victim}"
 
