@@ -287,6 +287,15 @@ def test_a_stopped_peer_gives_a_quarantine_first_or_the_end_at_once(name: str) -
     worker.thread.close()
 
 
+def test_a_pool_in_no_memfd_is_not_offered_as_shared_memory() -> None:
+    """Its test would pass all the same: the regions that it reads lie in one."""
+    memory = HostMemory(np.zeros(POOL, np.uint8))
+    thread = TransferThread(open_transports(["shm", "tcp"]), memory, "worker")
+    endpoint = thread.start()
+    thread.close()
+    assert [offer.transport for offer in endpoint.offers] == ["tcp"]
+
+
 def test_transports_are_known_by_name() -> None:
     with pytest.raises(ConfigError, match="transports are auto, nixl, shm, tcp, grpc"):
         open_transports(["carrier-pigeon"])

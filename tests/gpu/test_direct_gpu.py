@@ -46,16 +46,10 @@ async def test_the_answer_is_that_of_one_engine(tmp_path: Path, transport: str) 
         await pair.all_free()
 
 
-@pytest.mark.parametrize("verify", [True, False], ids=["verified", "not verified"])
-@pytest.mark.parametrize("reader", ["cuda", "cpu"])
-async def test_checksums_of_a_gpu_pool_are_what_the_reader_finds(
-    tmp_path: Path, reader: str, verify: bool
-) -> None:
-    """With a CPU as the reader, too: both take the same checksums, of unlike blocks."""
-    ours = {"transports": "tcp", "verify_kv": verify}
-    prefill = {**GPU, **ours, "block_size": 16}
-    decode = {**ours, "block_size": 32}
-    decode |= OTHER_GPU if reader == "cuda" else {}
+async def test_a_cpu_checks_what_it_reads_of_a_gpu(tmp_path: Path) -> None:
+    """Both take the same checksums, of unlike blocks."""
+    prefill = {**GPU, "transports": "tcp", "block_size": 16}
+    decode = {"transports": "tcp", "block_size": 32}
     async with running_pair(
         make_tiny_model(tmp_path / "model"), prefill=prefill, decode=decode
     ) as pair:
@@ -64,6 +58,7 @@ async def test_checksums_of_a_gpu_pool_are_what_the_reader_finds(
             await pair.ended(name)
             assert not pair.decode.failures
             assert pair.prefill.commits[name].num_tokens == len(PROMPT)
+        assert pair.decode.client.stats.num_kv_corrupt == 0
         await pair.all_free()
 
 
