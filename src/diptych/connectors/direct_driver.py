@@ -96,6 +96,8 @@ class DirectDriver:
         self._links: dict[str, PeerLink] = {}
         self._figures = HandoffFigures()
         self._retries = LinkRetries(monotonic)
+        # in this turn: what the transfer thread says of them is old
+        self._just_connected: set[str] = set()
         self._closing = False
         names = settings.transport_names
         self._transfer = TransferThread(
@@ -336,6 +338,7 @@ class DirectDriver:
         """Test the link to a peer, unless it works; in vain where its KV is of no use here."""
         if peer not in self._cards:
             return
+        self._just_connected.add(peer)
         try:
             self._reads.connect(peer, self._cards[peer])
         except TransferError as error:
@@ -360,6 +363,8 @@ class DirectDriver:
             self._connect(peer)
         reports = self._transfer.links()
         for peer, known in list(self._links.items()):
+            if peer in self._just_connected:
+                continue
             ranks = self._reads.source_ranks(peer)
             links = [reports.get(f"{peer}/{rank}") for rank in ranks]
             now = _summary(peer, [link for link in links if link is not None])
@@ -370,6 +375,7 @@ class DirectDriver:
                 self._retries.forget(peer)
             else:
                 self._retries.failed(peer)
+        self._just_connected.clear()
 
     def _tell_link(self, link: PeerLink) -> None:
         self._links[link.peer] = link
