@@ -9,7 +9,7 @@ import time
 from typing import Protocol, Self
 
 from diptych.connectors.store_client import StoreClient
-from diptych.connectors.store_results import PutItem
+from diptych.connectors.store_results import Outcome, PutItem, PutResult
 from diptych.connectors.store_ring import ranked
 from diptych.registry import StoreRecord
 from diptych.services.kvstore.heat import HeatMap
@@ -105,16 +105,18 @@ class Replicator:
                 raise
             finally:
                 self._table.unhold(key, place.offset)
-            self.copies_total += sent
+            if sent.outcome is Outcome.CORRUPT:
+                _log.warning("an object of %d bytes is damaged and is removed", place.num_bytes)
+                self._table.drop([key])
+                return
+            self.copies_total += sent.stored
 
-    def _send(self, client: StoreClient, place: Place) -> bool:
-        def write(view: memoryview) -> None:
-            with self._pool[place.offset : place.offset + place.num_bytes] as source:
-                view[:] = source
-
-        item = PutItem(place.key, place.num_bytes, write)
-        [result] = client.put_many([item], _CALL_S, place.tenant)
-        return result.stored
+    def _send(self, client: StoreClient, place: Place) -> PutResult:
+        """A copy has the bytes that the object was stored with, or there is none."""
+        with self._pool[place.offset : place.offset + place.num_bytes] as source:
+            item = PutItem.of(place.key, source, place.checksum)
+            [result] = client.put_many([item], _CALL_S, place.tenant)
+        return result
 
     def _client(self, address: str, members: dict[str, StoreRecord]) -> StoreClient:
         known = {member.address for member in members.values()}

@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 
 import pytest
+import xxhash
 
 from diptych.connectors.store_results import Outcome, PutItem
 from diptych.connectors.store_wire import FRAME, WAKE_BYTES, WRITE, wake_bytes
@@ -118,6 +119,23 @@ def test_a_put_whose_writer_fails_in_the_middle_of_a_batch_shows_nothing(node: N
         assert time.monotonic() < deadline
         time.sleep(0.05)
     assert {r.outcome for r in put(client, {first: b"again"})} == {Outcome.OK}
+    client.close()
+
+
+@pytest.mark.parametrize("transport", ["memory", "stream"])
+def test_bytes_that_are_not_what_they_were_are_not_stored(node: Node, transport: str) -> None:
+    client = patient(node.address, transport=transport)
+    good, bad, last = key(), key(), key()
+    data = memoryview(os.urandom(9000))
+    checksum = xxhash.xxh3_64_intdigest(data)
+    items = [
+        PutItem.of(good, data, checksum),
+        PutItem.of(bad, data[:-1], checksum),
+        PutItem.of(last, data),
+    ]
+    results = client.put_many(items)
+    assert [r.outcome for r in results] == [Outcome.OK, Outcome.CORRUPT, Outcome.OK]
+    assert client.exists_many([good, bad, last]) == [True, False, True]
     client.close()
 
 

@@ -27,7 +27,7 @@ from diptych.launcher.child import free_ports
 Buffer = NDArray[np.uint8]
 _REDIS_BATCH = 8
 _MOONCAKE_BATCH = 20
-_MOONCAKE_LEASE_MS = 500
+_MOONCAKE_LEASE_MS = 1000
 _START_TIMEOUT_S = 20.0
 # A process that owns the memory; the client of the benchmark owns none.
 _MOONCAKE_OWNER = """

@@ -51,17 +51,19 @@ class PutItem:
     `num_bytes` of format B, uninitialised. It is not called when the store has the object or no
     room, and may be called again for another node. With the pool mapped the view is the object's
     final place. `data`, if given, is what `write` would write, and must stay as it is until the
-    put has ended: a stream sends it from where it lies."""
+    put has ended: a stream sends it from where it lies. `checksum`, if it is known, is the xxh3-64
+    of the bytes as they were; others are CORRUPT and not stored."""
 
     key: bytes
     num_bytes: int
     write: Callable[[memoryview], object]
     data: memoryview | None = None
+    checksum: int | None = None
 
     @classmethod
-    def of(cls, key: bytes, data: memoryview) -> PutItem:
+    def of(cls, key: bytes, data: memoryview, checksum: int | None = None) -> PutItem:
         """An object whose bytes lie together already: contiguous, of format B."""
-        return cls(key, data.nbytes, partial(copy_bytes, data), data)
+        return cls(key, data.nbytes, partial(copy_bytes, data), data, checksum)
 
 
 @dataclass(frozen=True, slots=True)

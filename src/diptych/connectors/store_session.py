@@ -83,6 +83,7 @@ class Written:
     granted: list[int]
     checksums: list[int | None]
     published: Any
+    damaged: frozenset[int] = frozenset()  # positions
 
     def finish(self) -> list[PutResult]:
         """The batch's results; what was not written in time has EXPIRED.
@@ -94,7 +95,8 @@ class Written:
         if self.published is not None:
             statuses = iter(self.published.result().statuses)
         for at, checksum in zip(self.granted, self.checksums, strict=True):
-            outcome = Outcome.EXPIRED if checksum is None else outcome_of(next(statuses))
+            unwritten = Outcome.CORRUPT if at in self.damaged else Outcome.EXPIRED
+            outcome = unwritten if checksum is None else outcome_of(next(statuses))
             self.results[at] = PutResult(outcome, (checksum or 0) * (outcome is Outcome.OK))
         return self.results
 
@@ -150,6 +152,10 @@ class StoreSession:
         stub = self._calls.stub
         try:
             checksums = self.mover.write(moves, until, begin_by=ahead.asked_at + half_s)
+            damaged = _damaged(items, granted, checksums)
+            checksums = [
+                None if at in damaged else sum_ for at, sum_ in zip(granted, checksums, strict=True)
+            ]
             published = self._publish(moves, checksums, until)
         except BaseException as error:
             if not isinstance(error, grpc.RpcError):
@@ -159,7 +165,7 @@ class StoreSession:
         unwritten = [m.id for m, sum_ in zip(moves, checksums, strict=True) if sum_ is None]
         if unwritten:
             self._calls.forget(stub.PutRevoke, pb.PutRevokeRequest(put_ids=unwritten))
-        return Written(results, granted, checksums, published)
+        return Written(results, granted, checksums, published, damaged)
 
     def ask_get(self, keys: Sequence[bytes], until: float) -> Ahead:
         """Find and lease a batch, without waiting for the answer."""
@@ -249,6 +255,17 @@ class StoreSession:
             return None
         request = pb.PutEndRequest(items=written)
         return self._calls.begin(self._calls.stub.PutEnd, request, until)
+
+
+def _damaged(
+    items: Sequence[PutItem], granted: Sequence[int], checksums: Sequence[int | None]
+) -> frozenset[int]:
+    """Positions of what was written with other bytes than its item is known to have."""
+    return frozenset(
+        at
+        for at, sum_ in zip(granted, checksums, strict=True)
+        if sum_ is not None and items[at].checksum not in (None, sum_)
+    )
 
 
 def verified(found: pb.GetResult, checksum: int | None, released: Outcome) -> GetResult:
