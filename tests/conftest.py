@@ -2,12 +2,16 @@
 
 import contextlib
 import os
+import random
+import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from diptych.launcher import child
 
 NUM_LOGS, LOG_LINES = 12, 60
 ROOT = Path(__file__).resolve().parents[1]
@@ -26,6 +30,29 @@ with contextlib.suppress(ImportError):  # where only the tests of GPUs run
         "patient", settings(), deadline=None, suppress_health_check=[HealthCheck.too_slow]
     )
     settings.load_profile("patient")
+
+
+def pytest_configure() -> None:
+    """Ports are given once: a process that starts slowly finds its own still free."""
+    name = os.environ.get("PYTEST_XDIST_WORKER", "gw0")
+    count = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    child.free_ports = own_ports(range(12_000 + int(name[2:]), 32_000, count))
+
+
+def own_ports(mine: range) -> Callable[[int], list[int]]:
+    """As `diptych.launcher.child.free_ports`, of some, and none again before all were given."""
+    ports = random.SystemRandom().sample(mine, len(mine))
+
+    def free_ports(count: int) -> list[int]:
+        found: list[int] = []
+        while len(found) < count:
+            port = ports.pop(0)
+            ports.append(port)
+            with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+                found.append(port)
+        return found
+
+    return free_ports
 
 
 @pytest.fixture

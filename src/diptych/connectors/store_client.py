@@ -44,7 +44,8 @@ _CHANNEL_OPTIONS = [
     ("grpc.use_local_subchannel_pool", 1),
     ("grpc.enable_http_proxy", 0),
     ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 100),
+    # of an attempt: less, and a node that gets no time to run for so long is never reached
+    ("grpc.min_reconnect_backoff_ms", 5_000),
     ("grpc.max_reconnect_backoff_ms", 1_000),
     # a store that moved to another address behind its name (another pod, say) is found in seconds
     ("grpc.dns_min_time_between_resolutions_ms", 1_000),
