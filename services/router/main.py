@@ -235,6 +235,8 @@ class _Readiness:
             if self._members.tests_links:
                 return Status(False, "links between workers are being tested")
             self._awaits_links = False
+            if self._members.has_untested_links:
+                logger.warning("links between workers were not tested in time")
         return status
 
 

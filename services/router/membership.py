@@ -48,6 +48,11 @@ class Members:
         return any(link.tests_links for link in self.ready if link.role is Role.DECODE)
 
     @property
+    def has_untested_links(self) -> bool:
+        """As `tests_links`, however long ago the tests began."""
+        return any(link.has_untested_links for link in self.ready if link.role is Role.DECODE)
+
+    @property
     def max_model_len(self) -> int | None:
         """Longest prompt plus output that every ready worker can take; None if there is none."""
         return min((link.info.max_model_len for link in self.ready), default=None)

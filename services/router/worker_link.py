@@ -48,7 +48,7 @@ class LinkTimes:
     submit_s: float = 10.0
     resume_s: float = 1.0
     silence_s: float = 5.0
-    link_test_s: float = 5.0
+    link_test_s: float = 10.0
 
 
 class Listener(Protocol):
@@ -145,9 +145,14 @@ class WorkerLink:
     @property
     def tests_links(self) -> bool:
         """Whether it was told lately of workers and has not said yet whether it can read them."""
-        known = {link.incarnation for link in self.info.handoff_links}
         late = self._clock.monotonic() - self._met_at >= self._times.link_test_s
-        return self.direct and not late and not known.issuperset(self._peers)
+        return not late and self.has_untested_links
+
+    @property
+    def has_untested_links(self) -> bool:
+        """Whether it has not said of all workers that it was told of whether it can read them."""
+        known = {link.incarnation for link in self.info.handoff_links}
+        return self.direct and not known.issuperset(self._peers)
 
     def meet(self, peers: Collection[worker_pb2.HandoffPeer]) -> None:
         """Have the worker open links to these, whom it may be asked to read from."""

@@ -166,8 +166,9 @@ def test_an_answer_goes_on_when_its_decode_worker_leaves_in_the_middle(
     if pools.mode == "store":
         assert again == 0, "decode goes on from the same commit"
     if pools.mode == "auto":
-        assert pools.sum_of("prefill", "external_kv_transfer") - from_store >= 192
-        assert again < len(PROMPT), "prefill loads what it had stored"
+        # what the store has is loaded where that is predicted to be cheaper
+        again += pools.sum_of("prefill", "external_kv_transfer") - from_store
+        assert again == len(PROMPT)
 
 
 @pytest.mark.parametrize("point", ["engine.step", "worker.admitted"])

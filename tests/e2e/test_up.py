@@ -59,7 +59,7 @@ def test_up_hands_over_from_worker_to_worker_from_the_first_request_on(
         for _ in range(2):
             answer = server.chat(max_tokens=16)
             assert "Paris" in answer["choices"][0]["message"]["content"]
-        assert attempts_of(server) == {"pair": 2.0}
+        attempts = attempts_of(server)
         stores = process_of(server.process.pid, "diptych.cli kvstore")
         server.process.send_signal(signal.SIGTERM)
         assert server.process.wait(timeout=150) == 0
@@ -68,6 +68,8 @@ def test_up_hands_over_from_worker_to_worker_from_the_first_request_on(
     decode, router = (next(logs.glob(f"{name}*")).read_text() for name in ("decode-0", "router"))
     assert "prefill-0 can be read over shm" in decode
     assert "is lost" not in router
+    # `up` waits for the test of the link, though not for ever
+    assert attempts == {"pair": 2.0} or "were not tested in time" in router
 
 
 def test_serve_answers_as_up_does_with_one_engine(tmp_path: Path) -> None:

@@ -341,7 +341,10 @@ async def test_a_router_is_ready_once_the_first_links_are_tested_whatever_the_re
     model: Path, script: list[int], failure: str
 ) -> None:
     (prefill,), (decode,) = workers(script, PREFILL), workers(script, DECODE)
-    async with running_router(model, [prefill, decode], handoff="auto") as router:
+    patient = replace(TIMES, link_test_s=600.0)
+    async with running_router(
+        model, [prefill, decode], handoff="auto", link_times=patient
+    ) as router:
         await until(lambda: decode.peers == ["p1-1"])
         assert await ready(router) == (503, "links between workers are being tested")
         decode.reads, decode.failure = [prefill], failure
