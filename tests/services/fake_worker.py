@@ -4,7 +4,6 @@ told to. Position p of every output is `script[p]`; the last token of the script
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -47,6 +46,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         self._frames: list[worker_pb2.WorkerFrame] = []
         self._grew = asyncio.Condition()
         self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._epochs: dict[str, int] = {}
 
     @property
     def address(self) -> str:
@@ -122,8 +122,11 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         self.submits.append(request)
         if self.refuse is not None:
             await context.abort(self.refuse, "refused by the script")
-        run = asyncio.create_task(self._run(request))
-        self._tasks[request.ticket.request_id] = run
+        request_id, epoch = request.ticket.request_id, request.ticket.epoch
+        if request_id in self._tasks:
+            self._tasks[request_id].cancel()  # an attempt is replaced by the next
+        self._epochs[request_id] = epoch
+        self._tasks[request_id] = asyncio.create_task(self._run(request))
         return worker_pb2.SubmitResponse(load=worker_pb2.WorkerLoad())
 
     async def Stream(self, messages: Any, context: Any) -> AsyncIterator[worker_pb2.WorkerFrame]:
@@ -154,7 +157,8 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
                 pairs = zip(message.cancel.request_ids, message.cancel.epochs, strict=True)
                 for request_id, epoch in pairs:
                     self.cancels.append((request_id, epoch))
-                    with contextlib.suppress(KeyError):
+                    # one that comes late is not of the attempt that runs now
+                    if self._epochs.get(request_id, epoch + 1) <= epoch:
                         self._tasks[request_id].cancel()
 
     async def _run(self, request: worker_pb2.SubmitRequest) -> None:
