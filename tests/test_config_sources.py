@@ -102,7 +102,7 @@ def test_a_wrong_file_is_an_error_that_says_where(tmp_path: Path, text: str, mes
         ("router: {request_timeout_s: 0}", "request_timeout_s must be positive"),
         ("router: {max_in_flight: 0}", "max_in_flight must be positive"),
         ("router: {max_body_bytes: -1}", "max_body_bytes must be positive"),
-        ("router: {handoff: pigeon}", "handoff must be one of store, direct, auto, not 'pigeon'"),
+        ("router: {handoff: pigeon}", "handoff must be one of auto, direct, store, not 'pigeon'"),
         ("router: {workers: [nonsense]}", "workers must be host:port, not 'nonsense'"),
         ("router: {workers: ['a:b:c']}", "workers must be host:port"),
         ("router: {workers: ['a:99999']}", "workers must be host:port"),
