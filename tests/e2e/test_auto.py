@@ -109,22 +109,30 @@ def test_a_restarted_prefill_finds_in_the_store_what_readers_had_of_it(system: S
     system.until_paired()
 
 
-def test_a_read_that_fails_goes_through_the_store(system: System) -> None:
-    """Prefill's answer to what was read comes after its lease has ended."""
-    expected = system.text(system.direct, salt=6)
+@pytest.mark.parametrize(
+    ("point", "salt", "failures", "num_computed"),
+    # what fills no page of the store is computed
+    [("handoff.read", 6, 1, 0), ("handoff.got_prefill_started", 7, 0, 22)],
+)
+def test_a_reader_that_is_too_late_finds_it_in_the_store(
+    system: System, point: str, salt: int, failures: int, num_computed: int
+) -> None:
+    """One that has read it, as the lease of what it read has ended, in another attempt; one that
+    never said that it has room, in the same."""
+    expected = system.text(system.direct, salt=salt)
     failed = system.router.metric("diptych:attempts_failed_total", stage="pair")
-    received = system.linked.prompt_tokens("local_compute")
-    system.linked.arm("handoff.got_commit")
+    computed = system.linked.prompt_tokens("local_compute")
+    system.linked.arm(point)
     texts: list[str] = []
-    asking = threading.Thread(target=lambda: texts.append(system.text(system.direct, salt=6)))
+    asking = threading.Thread(target=lambda: texts.append(system.text(system.direct, salt=salt)))
     asking.start()
-    until(lambda: system.linked.is_at("handoff.got_commit"), "decode pauses")
-    until(lambda: system.prefill.all_blocks_free, "prefill's lease ends")
+    until(lambda: system.linked.is_at(point), "decode pauses")
+    until(lambda: system.prefill.all_blocks_free, "prefill holds it no longer")
     system.linked.go_on()
     asking.join(300)
     assert texts == [expected]
-    assert system.router.metric("diptych:attempts_failed_total", stage="pair") == failed + 1
-    assert system.linked.prompt_tokens("local_compute") == received
+    assert system.router.metric("diptych:attempts_failed_total", stage="pair") == failed + failures
+    assert system.linked.prompt_tokens("local_compute") == computed + num_computed
     for worker in (system.prefill, system.linked, system.unlinked):
         until(lambda w=worker: w.all_blocks_free, "blocks come back")
 
