@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
+from diptych.connectors.store_settings import NAME as STORE_CONNECTOR
 from diptych.engine.request import FinishReason, KVCommit, TokenLogprobs
 
 MAX_FAILURES = 5
@@ -411,10 +412,13 @@ class RequestRoute:
             if self._commit is not None and num_tokens > self._num_given(attempt):
                 return Outcome.HANDED_OVER
         if attempt.stage is Stage.PAIR and not self._taken_over:
-            # prefill's commit says that decode has all of it
-            by_word = entry.token_ids if worker_key == attempt.decode_key else entry.commit
-            self._taken_over = bool(by_word)
-            return Outcome.TAKEN_OVER if by_word else Outcome.CONTINUE
+            if worker_key == attempt.decode_key:
+                self._taken_over = bool(entry.token_ids)
+            else:
+                # that decode has all of it, unless prefill left it to the store
+                commit = entry.commit
+                self._taken_over = commit is not None and commit.connector != STORE_CONNECTOR
+            return Outcome.TAKEN_OVER if self._taken_over else Outcome.CONTINUE
         return Outcome.CONTINUE
 
     def _count_cached(self, attempt: Attempt, entry: Entry) -> None:

@@ -125,6 +125,7 @@ class World:
     ) -> None:
         """`stores`: whether prefill and decode have a store beside."""
         self.now = 0.0
+        self.met = True
         self.verify = verify
         self.num_tokens = num_tokens
         self.local = local_tokens
@@ -147,6 +148,7 @@ class World:
             self._send,
             self.reads,
             self._clock,
+            knows=lambda _: self.met,
             granule=lambda _: max(P_BLOCK, D_BLOCK),
             source_block=lambda _: P_BLOCK,
             checksums=HostChecksums(self.target.bytes, self.target.geometry) if verify else None,
@@ -440,6 +442,19 @@ def test_kv_that_is_read_after_its_blocks_were_given_away_is_not_used(how: str) 
     world.quiet()
     assert world.state_d == "ended"
     assert not world.received
+    world.check_end()
+
+
+@pytest.mark.parametrize(("met", "limit_s"), [(True, 30.0), (False, SETTINGS.silence_s)])
+def test_a_prefill_worker_that_cannot_be_heard_is_not_waited_for(met: bool, limit_s: float) -> None:
+    """It was gone before the request came: nobody will say so again."""
+    world = World(20, 0)
+    world.met = met
+    world.run("time", limit_s - 0.01)
+    assert world.state_d == "waiting"
+    world.run("time", 0.02)
+    world.quiet()
+    assert world.state_d == "ended"
     world.check_end()
 
 

@@ -221,6 +221,19 @@ def test_a_failed_read_goes_through_the_store_where_there_is_one() -> None:
     assert route.options([p1, P2, D1, D2]) == {"p1": Stage.PAIR, "p2": Stage.PAIR}
 
 
+def test_kv_that_prefill_left_to_the_store_is_not_with_decode_yet() -> None:
+    """A reader that cannot be reached does not hear of it: another attempt follows in time."""
+    route = pair()
+    say(route, "p1", entry(0, 11))
+    commit = KVCommit(
+        epoch=1, kv_namespace="ns", num_tokens=5, objects=[], connector="StoreConnector"
+    )
+    assert say(route, "p1", entry(1, commit=commit)) == ([], [Outcome.CONTINUE])
+    assert route.awaits_handoff
+    assert say(route, "d1", entry(1, 12)) == ([12], [Outcome.TAKEN_OVER])
+    assert not route.awaits_handoff
+
+
 def test_prefills_commit_says_that_decode_has_all() -> None:
     route = pair()
     say(route, "p1", entry(0, 11))

@@ -128,6 +128,7 @@ class DirectDriver:
             self._send,
             self._reads,
             monotonic,
+            knows=lambda peer: peer in self._cards,
             granule=self._granule,
             source_block=self._source_block,
             relink=self._connect,

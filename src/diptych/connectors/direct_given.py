@@ -18,6 +18,7 @@ from diptych.connectors.handoff import ANNOUNCEMENTS, RULES, Event, State
 from diptych.connectors.handoff_machines import DECODE, PREFILL, Message, Prefill, Shape
 from diptych.connectors.handoff_prefill import step_prefill
 from diptych.connectors.kv_checksums import Checksums, PendingChecksums
+from diptych.connectors.store_settings import NAME as STORE_NAME
 from diptych.engine.request import KVCommit
 
 _log = logging.getLogger(__name__)
@@ -297,7 +298,8 @@ class GivenPrompts:
             self.num_tokens += entry.num_tokens if valid else 0
         if entry.owed:
             entry.owed = False
-            commit = _commit(entry) if valid or stored else None
+            connector = STORE_NAME if stored else NAME
+            commit = _commit(entry, connector) if valid or stored else None
             self._reports.sent(entry.prompt.request_id, commit)
             self._drop_oldest()
 
@@ -319,12 +321,12 @@ class GivenPrompts:
             self._send(peer, gone)
 
 
-def _commit(entry: _Given) -> KVCommit:
+def _commit(entry: _Given, connector: str) -> KVCommit:
     return KVCommit(
         epoch=entry.prompt.epoch,
         kv_namespace=entry.prompt.kv_namespace,
         num_tokens=entry.num_tokens,
         objects=[],
-        connector=NAME,
+        connector=connector,
         num_cached_tokens=entry.num_cached_tokens,
     )

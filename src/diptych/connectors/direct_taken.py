@@ -53,6 +53,7 @@ class TakenPrompts:
         reads: RangeReads,
         monotonic: Callable[[], float],
         *,
+        knows: Callable[[str], bool],
         granule: Callable[[str], int],
         source_block: Callable[[str], int],
         relink: Callable[[str], None] = lambda peer: None,
@@ -62,6 +63,7 @@ class TakenPrompts:
         """
         Args:
             send: takes the peer first.
+            knows: whether a peer is met: one that is not says nothing.
             granule: of a peer: tokens that a range of a prompt not yet committed is a multiple of,
                 so that no block of either side is read in two parts.
             source_block: of a peer: tokens of its blocks, which its checksums are of; 0 where its
@@ -75,6 +77,7 @@ class TakenPrompts:
         self._send = send
         self._reads = reads
         self._monotonic = monotonic
+        self._knows = knows
         self._granule = granule
         self._source_block = source_block
         self._relink = relink
@@ -204,7 +207,7 @@ class TakenPrompts:
         for entry in self._taken.values():
             state = entry.machine.state
             if state is State.OFFERED:
-                times.append(entry.offered_s + entry.prompt.ttl_s)
+                times.append(entry.offered_s + self._start_s(entry))
             elif state is State.DEFERRED:
                 times.append(entry.announced_s + self._settings.reserve_s)
             elif state in _LISTENING:
@@ -222,11 +225,18 @@ class TakenPrompts:
         settings = self._settings
         return min(settings.lease_s, settings.silence_s) / _RENEWALS_PER_LEASE
 
+    def _start_s(self, entry: Taken) -> float:
+        """How long prefill may take to begin. One that is not met is soon given up: it was gone
+        before the request came, and nobody will say so again."""
+        ttl_s = entry.prompt.ttl_s
+        return ttl_s if self._knows(entry.prompt.peer) else min(ttl_s, self._settings.silence_s)
+
     def _late(self, entry: Taken, now: float) -> Event | None:
         """The deadline that has passed, if any."""
         settings, state = self._settings, entry.machine.state
-        if state is State.OFFERED and now >= entry.offered_s + entry.prompt.ttl_s:
-            entry.why = "prefill did not begin in time"
+        if state is State.OFFERED and now >= entry.offered_s + self._start_s(entry):
+            met = self._knows(entry.prompt.peer)
+            entry.why = "prefill did not begin in time" if met else "there is no way to prefill"
             return Event.TICKET_END
         if state is State.DEFERRED and now >= entry.announced_s + settings.reserve_s:
             entry.why = "there was no room in time"
