@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -278,3 +279,27 @@ class Api:
             with connection.makefile("r", encoding="utf-8") as lines:
                 events = (line[6:].strip() for line in lines if line.startswith("data: "))
                 yield takewhile(lambda event: event != "[DONE]", events)
+
+
+class Asking:
+    """A client that streams one answer, in a thread of its own."""
+
+    def __init__(self, api: Api, prompt: str | list[int], **fields: Any) -> None:
+        self.pieces: list[str] = []
+        self.problems: list[str] = []
+        self._thread = threading.Thread(target=self._run, args=(api, prompt, fields))
+        self._thread.start()
+
+    def _run(self, api: Api, prompt: str | list[int], fields: dict[str, Any]) -> None:
+        with api.streaming(prompt, **fields) as events:
+            for event in map(json.loads, events):
+                if "error" in event:
+                    self.problems.append(str(event["error"]))
+                self.pieces += [choice["text"] for choice in event.get("choices", [])]
+
+    def text(self, limit_s: float) -> str:
+        """The whole answer."""
+        self._thread.join(limit_s)
+        assert not self._thread.is_alive()
+        assert not self.problems
+        return "".join(self.pieces)

@@ -3,9 +3,7 @@ the answer is that of a clean run, and no block is left behind."""
 
 from __future__ import annotations
 
-import json
 import signal
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -13,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.cluster import Api, ServiceProcess, cluster, until
+from tests.e2e.cluster import Api, Asking, ServiceProcess, cluster, until
 from tests.tiny_models import make_tiny_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -107,32 +105,6 @@ def expected(pools: Pools) -> str:
     return pools.complete()
 
 
-class Asking:
-    """A client that streams one answer, in a thread of its own."""
-
-    def __init__(self, api: Api) -> None:
-        self.pieces: list[str] = []
-        self.problems: list[str] = []
-        self._api = api
-        self._leave = threading.Event()
-        self._thread = threading.Thread(target=self._run)
-        self._thread.start()
-
-    def _run(self) -> None:
-        with self._api.streaming(PROMPT, **FIELDS) as events:
-            for event in map(json.loads, events):
-                if "error" in event:
-                    self.problems.append(str(event["error"]))
-                self.pieces += [choice["text"] for choice in event.get("choices", [])]
-
-    def text(self) -> str:
-        """The whole answer."""
-        self._thread.join(300)
-        assert not self._thread.is_alive()
-        assert not self.problems
-        return "".join(self.pieces)
-
-
 def arm(pools: Pools, role: str, point: str) -> None:
     for worker in pools.of(role):
         worker.arm(point)
@@ -145,7 +117,7 @@ def test_a_worker_killed_at_any_phase_costs_time_only(
 ) -> None:
     pools.whole()
     arm(pools, role, point)
-    asking = Asking(pools.api)
+    asking = Asking(pools.api, PROMPT, **FIELDS)
     at = pools.pause_at(role, point)
     if victim == role:
         at.kill()
@@ -155,7 +127,7 @@ def test_a_worker_killed_at_any_phase_costs_time_only(
         (busy or pools.of(victim))[0].kill()
     for worker in pools.workers:
         worker.go_on()
-    assert asking.text() == expected
+    assert asking.text(300) == expected
     pools.whole()
 
 
@@ -187,13 +159,13 @@ def test_a_worker_frozen_in_a_hand_off_is_not_waited_for(
 ) -> None:
     pools.whole()
     arm(pools, role, point)
-    asking = Asking(pools.api)
+    asking = Asking(pools.api, PROMPT, **FIELDS)
     at = pools.pause_at(role, point)
     at.signal_all(signal.SIGSTOP)
     for worker in pools.workers:
         worker.go_on()
     try:
-        assert asking.text() == expected
+        assert asking.text(300) == expected
     finally:
         at.signal_all(signal.SIGCONT)
     # once it wakes it must not compute for nobody
@@ -212,7 +184,7 @@ def drain_while_read(pools: Pools, expected: str) -> None:
     pools.whole()
     failed = pools.router.metric("diptych:attempts_failed_total")
     arm(pools, "decode", "handoff.got_commit")
-    asking = Asking(pools.api)
+    asking = Asking(pools.api, PROMPT, **FIELDS)
     reader = pools.pause_at("decode", "handoff.got_commit")
     source = next(w for w in pools.of("prefill") if not w.all_blocks_free)
     assert source.process is not None
@@ -220,7 +192,7 @@ def drain_while_read(pools: Pools, expected: str) -> None:
     with pytest.raises(Exception, match="timed out"):
         source.process.wait(1)
     reader.go_on()
-    assert asking.text() == expected
+    assert asking.text(300) == expected
     assert source.process.wait(150) == 0
     assert "drained; 0 requests left" in source.log.read_text()
     assert pools.router.metric("diptych:attempts_failed_total") == failed

@@ -3,15 +3,13 @@ repeated, from KV that is stored where there is any, whatever way KV takes."""
 
 from __future__ import annotations
 
-import json
 import signal
-import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import pytest
 
-from tests.e2e.cluster import Api, ServiceProcess, cluster, until
+from tests.e2e.cluster import Api, Asking, ServiceProcess, cluster, until
 from tests.tiny_models import make_tiny_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -89,30 +87,6 @@ def pools(
         yield pools
 
 
-class Asking:
-    """A client that streams one answer, in a thread of its own."""
-
-    def __init__(self, api: Api) -> None:
-        self.pieces: list[str] = []
-        self.problems: list[str] = []
-        self._api = api
-        self._thread = threading.Thread(target=self._run)
-        self._thread.start()
-
-    def _run(self) -> None:
-        with self._api.streaming(PROMPT, **FIELDS) as events:
-            for event in map(json.loads, events):
-                if "error" in event:
-                    self.problems.append(str(event["error"]))
-                self.pieces += [choice["text"] for choice in event.get("choices", [])]
-
-    def text(self) -> str:
-        self._thread.join(120)
-        assert not self._thread.is_alive()
-        assert not self.problems
-        return "".join(self.pieces)
-
-
 def decoding(pools: Pools, asking: Asking) -> ServiceProcess:
     """The decode worker that pauses in the middle of the answer. Steps before it are let by."""
     for worker in pools.of("decode"):
@@ -145,7 +119,7 @@ def test_an_answer_goes_on_when_its_decode_worker_leaves_in_the_middle(
     pools: Pools, leave: Callable[[ServiceProcess], None]
 ) -> None:
     pools.whole()
-    asking = Asking(pools.api)
+    asking = Asking(pools.api, PROMPT, **FIELDS)
     until(lambda: len(asking.pieces) > 3, "decode has begun", 60)
     chosen = decoding(pools, asking)
     (other,) = (w for w in pools.of("decode") if w is not chosen)
@@ -159,7 +133,7 @@ def test_an_answer_goes_on_when_its_decode_worker_leaves_in_the_middle(
 
     leave(chosen)
 
-    assert asking.text() == pools.expected
+    assert asking.text(120) == pools.expected
     # the other has the prompt's KV from elsewhere
     assert other.prompt_tokens("external_kv_transfer") - loaded >= len(PROMPT)
     again = pools.sum_of("prefill", "local_compute") - computed
@@ -179,13 +153,13 @@ def test_a_prefill_worker_that_is_told_to_leave_finishes_and_waits_for_its_reade
     failed = pools.router.metric("diptych:attempts_failed_total")
     for worker in pools.of("prefill"):
         worker.arm(point)
-    asking = Asking(pools.api)
+    asking = Asking(pools.api, PROMPT, **FIELDS)
     until(lambda: any(w.is_at(point) for w in pools.of("prefill")), "one has the prompt", 60)
     leaving = next(w for w in pools.of("prefill") if w.is_at(point))
     assert leaving.process is not None
     leaving.process.send_signal(signal.SIGTERM)
     for worker in pools.of("prefill"):
         worker.go_on()
-    assert asking.text() == pools.expected
+    assert asking.text(120) == pools.expected
     assert leaving.process.wait(60) == 0
     assert pools.router.metric("diptych:attempts_failed_total") == failed
