@@ -23,20 +23,17 @@ class Declined:
         self._counter = counter
         self._said: set[tuple[str, str, Obstacle]] = set()
 
-    def note(
-        self, obstacles: Iterable[tuple[RoutableWorker, RoutableWorker, Obstacle]]
-    ) -> Obstacle | None:
-        """One request went another way; counted under the first of its `obstacles`, which is
-        returned."""
+    def note(self, obstacles: Iterable[tuple[RoutableWorker, RoutableWorker, Obstacle]]) -> None:
+        """One request went another way; counted under the first of its `obstacles`."""
         first = None
         for prefill, decode, found in obstacles:
             if found is Obstacle.NOT_WANTED:
-                continue
+                # by the router's own setting: so are all pairs, of which there may be thousands
+                return
             first = first or found
             self._say(prefill, decode, found)
         if first is not None:
             self._counter.labels(reason=first.value).inc()
-        return first
 
     def _say(self, prefill: RoutableWorker, decode: RoutableWorker, found: Obstacle) -> None:
         seen = prefill.key, decode.key, found

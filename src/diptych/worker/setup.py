@@ -104,12 +104,7 @@ def check_transfers(role: str, engine: EngineConfig, worker: WorkerConfig) -> No
     checked_transfer(engine.kv_transfer_config)
     if not hands_over_directly(role, engine, worker) or worker.kv_tls_certificate is None:
         return
-    tls = DirectSettings(
-        tls_certificate=worker.kv_tls_certificate,
-        tls_key=worker.kv_tls_key or "",
-        tls_authority=worker.kv_tls_authority or "",
-    )
-    files = tls.for_transports("cpu").tls
+    files = DirectSettings.of(_tls_settings(worker)).for_transports("cpu").tls
     if files is not None:
         files.server_context()
         files.client_context()
@@ -124,6 +119,12 @@ def _direct_settings(worker: WorkerConfig, directory_url: str | None) -> dict[st
         "advertised_host": reachable.rpartition(":")[0].strip("[]"),
         "lease_s": worker.kv_lease_s,
         "verify_kv": worker.verify_kv,
+        **_tls_settings(worker),
+    }
+
+
+def _tls_settings(worker: WorkerConfig) -> dict[str, str]:
+    return {
         "tls_certificate": worker.kv_tls_certificate or "",
         "tls_key": worker.kv_tls_key or "",
         "tls_authority": worker.kv_tls_authority or "",
