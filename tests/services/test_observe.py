@@ -88,16 +88,27 @@ run_until_signal("test", main)
 
 
 def start(*arguments: str, ignore_sigint: bool = False) -> subprocess.Popen[str]:
+    # The shell sets the signal: a function run between fork and exec (`preexec_fn`) would run in a
+    # copy of this process, whose gRPC threads are gone and whose fork handlers can end it.
+    shell = ["sh", "-c", "trap '' INT; exec \"$@\"", "sh"] if ignore_sigint else []
     return subprocess.Popen(
-        [sys.executable, "-c", SERVICE, *arguments],
+        [*shell, sys.executable, "-c", SERVICE, *arguments],
         env={**os.environ, "PYTHONPATH": str(SRC)},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        preexec_fn=(lambda: signal.signal(signal.SIGINT, signal.SIG_IGN))
-        if ignore_sigint
-        else None,
     )
+
+
+def first_line(process: subprocess.Popen[str]) -> str:
+    """What a service says first; where it says nothing, how it ended and its errors."""
+    assert process.stdout is not None
+    line = process.stdout.readline()
+    if not line:
+        assert process.stderr is not None
+        errors = process.stderr.read()
+        pytest.fail(f"ended with {process.wait(60)} before its first line: {errors}")
+    return line
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -106,7 +117,7 @@ def test_a_signal_ends_a_service_cleanly_even_where_sigint_was_ignored(
 ) -> None:
     with start(ignore_sigint=True) as process:
         assert process.stdout is not None
-        assert process.stdout.readline() == "up\n"
+        assert first_line(process) == "up\n"
         process.send_signal(number)
         assert process.wait(60) == 0
         assert process.stdout.read() == "draining\n"
@@ -115,7 +126,7 @@ def test_a_signal_ends_a_service_cleanly_even_where_sigint_was_ignored(
 def test_a_second_signal_stops_a_slow_drain() -> None:
     with start("slow") as process:
         assert process.stdout is not None
-        assert process.stdout.readline() == "up\n"
+        assert first_line(process) == "up\n"
         process.terminate()
         assert process.stdout.readline() == "draining\n"
         began = time.monotonic()
