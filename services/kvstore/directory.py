@@ -19,6 +19,7 @@ from diptych.clock import Clock, SystemClock
 from diptych.errors import UnavailableError
 from diptych.redis_client import RedisClient
 from diptych.services.kvstore.tiers import Held, TierChanges
+from diptych.tasks import end_task
 
 _log = logging.getLogger(__name__)
 
@@ -141,6 +142,7 @@ class DirectoryWriter:
         self._clock = clock or SystemClock()
         self._announced = False
         self._run_id = ""
+        self._closing = False
         self._task: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Self:
@@ -148,24 +150,28 @@ class DirectoryWriter:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        if self._task is not None:
-            self._task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._task
+        self._closing = True
+        await end_task(self._task)
         with contextlib.suppress(UnavailableError):
             await self._directory.end(*self._node)
 
     async def _run(self) -> None:
-        while True:
+        # the Redis client may swallow a cancellation that comes together with an answer
+        while not self._closing:
             try:
                 await self._flush()
             except UnavailableError:
-                # what was taken and not entered is covered by the next whole inventory
-                self._announced = False
+                self._begin_anew()
             except Exception:
                 _log.exception("directory loop")
-                self._announced = False
+                self._begin_anew()
             await self._clock.sleep(self._interval_s)
+
+    def _begin_anew(self) -> None:
+        """What was not entered, and what changes until Redis is back, is covered by the next whole
+        inventory: kept, it would pile up."""
+        self._announced = False
+        self._inventory.take_changes()
 
     async def _flush(self) -> None:
         run_id = await self._directory.run_id()

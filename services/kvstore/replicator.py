@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import time
 from typing import Protocol, Self
@@ -15,6 +14,7 @@ from diptych.registry import StoreRecord
 from diptych.services.kvstore.heat import HeatMap
 from diptych.services.kvstore.object_types import Place
 from diptych.services.kvstore.objects import ObjectTable
+from diptych.tasks import end_task
 
 _log = logging.getLogger(__name__)
 
@@ -54,10 +54,7 @@ class Replicator:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        if self._task is not None:
-            self._task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._task
+        await end_task(self._task)
         for client in self._clients.values():
             client.close()
 

@@ -12,8 +12,11 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from diptych.registry import Registry, Watch, WorkerRecord
 from diptych.services.router.route import Role
 from diptych.services.router.worker_link import WorkerLink
+from diptych.tasks import end_task
 
 logger = logging.getLogger(__name__)
+
+_RETRY_S = 1.0
 
 
 class Members:
@@ -144,17 +147,19 @@ async def registry_membership(
 
     async def follow() -> None:
         while True:
-            await members.set_addresses(await wanted.get())
+            addresses = await wanted.get()
+            try:
+                await members.set_addresses(addresses)
+            except Exception:
+                # a loop that dies silently would freeze the membership
+                logger.exception("the workers of the registry cannot be followed")
+                await asyncio.sleep(_RETRY_S)
+                if wanted.empty():
+                    wanted.put_nowait(addresses)
 
     async with AsyncExitStack() as stack:
         stack.push_async_callback(members.close)
         watch = Watch(registry, WorkerRecord, on_change)
         task = asyncio.create_task(follow(), name="membership")
-        stack.push_async_callback(_cancel, task)
+        stack.push_async_callback(end_task, task)
         yield await stack.enter_async_context(watch)
-
-
-async def _cancel(task: asyncio.Task[None]) -> None:
-    task.cancel()
-    with contextlib.suppress(asyncio.CancelledError):
-        await task

@@ -21,6 +21,7 @@ from diptych.config import RedisConfig
 from diptych.errors import UnavailableError
 from diptych.redis_client import RedisClient
 from diptych.rpc import PROTOCOL_VERSION
+from diptych.tasks import end_task
 
 _log = logging.getLogger(__name__)
 
@@ -214,10 +215,7 @@ class _Loop:
 
     async def __aexit__(self, *_: object) -> None:
         self._closing = True
-        if self._task is not None:
-            self._task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._task
+        await end_task(self._task)
 
     async def _run(self) -> None:
         # the Redis client may swallow a cancellation that comes together with an answer

@@ -1,6 +1,7 @@
 """The directory against a real server: entries follow the table, and come back when Redis does."""
 
 import asyncio
+import contextlib
 import os
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from pathlib import Path
@@ -173,3 +174,52 @@ async def test_what_a_restarted_redis_remembers_from_before_is_replaced(tmp_path
             await until(world.agrees)
             assert await world.holders(8, 9) == [[], []]
     await world.redis.close()
+
+
+class LostDirectory(Directory):
+    """One whose server does not answer."""
+
+    num_asked = 0
+
+    async def run_id(self) -> str:
+        self.num_asked += 1
+        raise UnavailableError("nobody is there")
+
+
+class DeafDirectory(LostDirectory):
+    """One that fails when it is cancelled, so that the cancellation is lost."""
+
+    async def run_id(self) -> str:
+        self.num_asked += 1
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.Event().wait()
+        raise UnavailableError("nobody is there")
+
+
+@pytest.mark.anyio
+async def test_changes_do_not_pile_up_while_redis_is_lost(world: World) -> None:
+    directory = world.directory = LostDirectory(world.redis)
+
+    async def asked_again() -> bool:
+        return directory.num_asked >= before + 2
+
+    async with world.writer():
+        for number in range(100):
+            world.put(number)
+        before = directory.num_asked
+        await until(asked_again)
+        assert world.tiers.take_changes() == ({}, set())
+
+
+@pytest.mark.anyio
+async def test_a_node_ends_though_a_cancellation_gets_lost_with_redis(world: World) -> None:
+    directory = world.directory = DeafDirectory(world.redis)
+
+    async def asked() -> bool:
+        return directory.num_asked > 0
+
+    async def serve() -> None:
+        async with world.writer():
+            await until(asked)
+
+    await asyncio.wait_for(serve(), 30)

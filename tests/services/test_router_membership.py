@@ -148,3 +148,26 @@ def came(listening: socket.socket) -> bool:
         return False
     connection.close()
     return True
+
+
+async def test_a_fault_while_workers_are_followed_does_not_freeze_them(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    registry = Registry(RedisConfig(redis=url, registry_prefix=os.urandom(4).hex()))
+    members = make_members()
+    follow, faults = members.set_addresses, ["out of descriptors, say"]
+
+    async def faulty(addresses: list[str]) -> None:
+        if addresses and faults:
+            raise RuntimeError(faults.pop())
+        await follow(addresses)
+
+    monkeypatch.setattr(members, "set_addresses", faulty)
+    async with (
+        FakeWorker("p1", PREFILL, []) as worker,
+        registry_membership(members, registry),
+        announced(registry, worker),
+    ):
+        await until(lambda: members.count() == {Role.PREFILL: 1})
+        assert not faults
+    await registry.close()

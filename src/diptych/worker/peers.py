@@ -39,7 +39,7 @@ from diptych.errors import (
 )
 from diptych.proto import worker_pb2, worker_pb2_grpc
 from diptych.rpc import PROTOCOL_VERSION, open_channel
-from diptych.worker.tasks import until_first_ends
+from diptych.tasks import until_first_ends
 
 logger = logging.getLogger(__name__)
 

@@ -23,6 +23,7 @@ from diptych.errors import (
 from diptych.fault_points import reach
 from diptych.proto import worker_pb2, worker_pb2_grpc
 from diptych.rpc import PROTOCOL_VERSION
+from diptych.tasks import until_first_ends
 from diptych.worker.engine import Engine
 from diptych.worker.frames import error_frames, load_to_proto, split_outputs
 from diptych.worker.handoff_metrics import HandoffCollector
@@ -32,7 +33,6 @@ from diptych.worker.parse import ModelLimits, parse_submit
 from diptych.worker.peers import PeerStreams, PeerTimes
 from diptych.worker.requests import Owned, RequestTable
 from diptych.worker.streams import StreamHub
-from diptych.worker.tasks import until_first_ends
 
 logger = logging.getLogger(__name__)
 

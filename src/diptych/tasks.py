@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Coroutine
 from typing import Any
+
+logger = logging.getLogger(__name__)
 
 
 async def until_first_ends(*coroutines: Coroutine[Any, Any, None]) -> None:
@@ -18,3 +21,17 @@ async def until_first_ends(*coroutines: Coroutine[Any, Any, None]) -> None:
         await asyncio.gather(*tasks, return_exceptions=True)
     for task in done:
         task.result()
+
+
+async def end_task(task: asyncio.Task[Any] | None) -> None:
+    """Cancel a task and wait until it is over; what it raised is logged.
+
+    A cancellation of the caller is the caller's: `suppress(CancelledError)` around `await task`
+    would lose it.
+    """
+    if task is None:
+        return
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    if not task.cancelled() and (error := task.exception()) is not None:
+        logger.error("%s failed", task.get_name(), exc_info=error)
