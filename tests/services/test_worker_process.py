@@ -169,6 +169,17 @@ async def test_a_dead_engine_ends_the_process_with_its_error(model: Path) -> Non
             await asyncio.wait_for(worker.task, 60)
 
 
+async def test_a_fault_in_what_runs_beside_the_engine_ends_the_process(
+    model: Path,
+) -> None:
+    """Else nobody would carry what engines say to each other, and nobody would know."""
+    async with running(model) as worker:
+        await worker.until_ready()
+        worker.engine.say("no message")  # type: ignore[arg-type]
+        with pytest.raises(AttributeError):
+            await asyncio.wait_for(worker.task, 60)
+
+
 async def never_started(config: EngineConfig) -> FakeEngine:
     raise AssertionError("the engine was started")
 

@@ -17,6 +17,7 @@ from diptych.engine.request import FinishReason, KVCommit, KVObject
 from diptych.proto import common_pb2, worker_pb2
 from diptych.rpc import error_from_rpc, open_channel
 from diptych.wire import commit_to_proto
+from diptych.worker import servicer, streams
 from diptych.worker.stream_state import PairState
 from tests.services.worker_fakes import FakeRouter, SteppedClock, router_of, serve, until
 
@@ -273,6 +274,35 @@ async def test_a_stream_must_begin_with_a_good_hello(hello: worker_pb2.RouterMes
         call = FakeRouter(channel).stub.Stream()
         await call.write(hello)
         assert isinstance(await error_of(call.read()), errors.InvalidRequestError)
+
+
+async def test_a_stream_without_a_hello_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(servicer, "HELLO_S", 0.1)
+    async with serve() as worker, open_channel(worker.address) as channel:
+        began = time.monotonic()
+        call = FakeRouter(channel).stub.Stream(timeout=60)
+        assert isinstance(await error_of(call.read()), errors.DeadlineError)
+        assert time.monotonic() - began < 30
+
+
+async def test_streams_of_more_routers_than_there_can_be_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(streams, "MAX_ROUTERS", 2)
+    async with (
+        serve(grace_s=0.1) as worker,
+        router_of(worker, "r1") as first,
+        open_channel(worker.address) as channel,
+    ):
+        async with router_of(worker, "r2"):
+            third = FakeRouter(channel, "r3")
+            call = third.stub.Stream()
+            hello = worker_pb2.Hello(router_incarnation="r3", protocol_version=1)
+            await call.write(worker_pb2.RouterMessage(hello=hello))
+            assert isinstance(await error_of(call.read()), errors.CapacityError)
+            await first.open()  # one that is known may open another
+        await until(lambda: "r2" not in worker.servicer._hub)
+        await third.open()
 
 
 async def test_a_drain_admits_no_more_and_waits_for_what_runs() -> None:

@@ -36,20 +36,21 @@ class Stopped(Exception):
 
 
 @contextlib.asynccontextmanager
-async def _pumping(servicer: WorkerServicer) -> AsyncIterator[asyncio.Task[None]]:
-    """The servicer at work: its pump, ended with everything that is left when the block ends."""
-    pump = asyncio.create_task(servicer.pump(), name="pump")
-    beside = [
+async def _pumping(servicer: WorkerServicer) -> AsyncIterator[list[asyncio.Task[None]]]:
+    """The servicer at work: its pump and what runs beside it, ended with everything that is left
+    when the block ends."""
+    tasks = [
+        asyncio.create_task(servicer.pump(), name="pump"),
         asyncio.create_task(servicer.keep_times(), name="times"),
         asyncio.create_task(servicer.pump_peers(), name="pump peers"),
     ]
     try:
-        yield pump
+        yield tasks
     finally:
         await servicer.close()
-        for task in (pump, *beside):
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(pump, *beside, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def _await(work: Awaitable[T]) -> T:
@@ -167,26 +168,38 @@ class WorkerProcess:
             clock=self._clock,
         )
         server.add(Service(_SERVICE, worker_pb2_grpc.add_WorkerServicer_to_server, servicer))
-        async with server, _pumping(servicer) as pump:
+        async with server, _pumping(servicer) as tasks:
             await server.set_serving(True)
             async with self._registered(registry, servicer, engine, identity):
                 self._not_ready = ""
                 logger.info("serving %s as %s on %s", identity.model, self._role, identity.address)
-                await self._until_end(pump)
+                await self._until_end(*tasks)
                 self._say("draining")
                 servicer.draining = True
             await server.set_serving(False)
             left = await servicer.drain(self._config.drain_s)
             logger.info("drained; %d requests left", left)
 
-    async def _until_end(self, pump: asyncio.Task[None]) -> None:
-        """Wait for the signal, or for the engine's death."""
+    async def _until_end(self, pump: asyncio.Task[None], *beside: asyncio.Task[None]) -> None:
+        """Wait for the signal, or for the engine's death.
+
+        Raises:
+            EngineDeadError: the engine died.
+            Exception: a fault of ours in what runs beside it: without it requests would be stuck.
+        """
         stop = asyncio.ensure_future(self._stop.wait())
+        left: set[asyncio.Future[Any]] = {stop, pump, *beside}
         try:
-            await asyncio.wait((pump, stop), return_when=asyncio.FIRST_COMPLETED)
+            while not (stop.done() or pump.done()):
+                done, left = await asyncio.wait(left, return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    self._check(task)
         finally:
             stop.cancel()
-        if pump.done() and (error := pump.exception()) is not None:
+
+    def _check(self, task: asyncio.Future[Any]) -> None:
+        """Raise what a task that is over raised, and be dead by it."""
+        if (error := task.exception()) is not None:
             self._dead = str(error)
             self._say(self._dead)
             raise error

@@ -14,6 +14,7 @@ from diptych.connectors.checks import goes_through_store
 from diptych.connectors.tickets import TicketKeys, TicketVerifier
 from diptych.errors import (
     CapacityError,
+    DeadlineError,
     DiptychError,
     DrainingError,
     InvalidRequestError,
@@ -36,6 +37,8 @@ from diptych.worker.streams import StreamHub
 
 logger = logging.getLogger(__name__)
 
+# How long a stream may stay without its Hello.
+HELLO_S = 5.0
 # How long a drained worker tries to send its last frames.
 _FLUSH_S = 2.0
 _REAP_EVERY_S = 0.5
@@ -137,7 +140,12 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
         self, request_iterator: AsyncIterator[worker_pb2.RouterMessage], context: Any
     ) -> None:
         """Frames out, acks and cancels in, until either side ends it."""
-        hello = _checked_hello(await anext(aiter(request_iterator), None))
+        try:
+            async with asyncio.timeout(HELLO_S):
+                first = await anext(aiter(request_iterator), None)
+        except TimeoutError:
+            raise DeadlineError("no Hello came") from None
+        hello = _checked_hello(first)
         await until_first_ends(
             self._write(hello, context), self._read(hello.router_incarnation, request_iterator)
         )

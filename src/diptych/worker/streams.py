@@ -7,7 +7,8 @@ import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 
 from diptych.clock import Clock
-from diptych.errors import DiptychError, UnavailableError
+from diptych.connectors.tickets import MAX_ROUTERS
+from diptych.errors import CapacityError, DiptychError, UnavailableError
 from diptych.proto import worker_pb2
 from diptych.worker.stream_state import PairState, StreamState
 
@@ -67,11 +68,14 @@ class StreamHub:
         """The frames for one stream of a router, until it is closed.
 
         Raises:
+            CapacityError: too many routers have streams here.
             UnavailableError: another stream replaced this one, or the router was dropped.
             EngineDeadError: the engine is gone.
         """
         router = hello.router_incarnation
         pair = self._pairs.get(router)
+        if pair is None and len(self._pairs) >= MAX_ROUTERS:
+            raise CapacityError(f"{MAX_ROUTERS} routers have streams here already")
         if pair is None:
             pair = self._pairs[router] = self._new_pair()
             self._on_joined(router)
