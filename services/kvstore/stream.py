@@ -29,6 +29,7 @@ from diptych.connectors.store_wire import (
 )
 from diptych.services.kvstore.object_types import Status
 from diptych.services.kvstore.sending import Outgoing
+from diptych.sockets import tune
 
 _log = logging.getLogger(__name__)
 
@@ -116,6 +117,7 @@ class _Connection(asyncio.BufferedProtocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
         self._socket = transport.get_extra_info("socket")
+        tune(self._socket)
         self._out = Outgoing(
             self._socket.fileno(), self._next_parts, self._send_answers, self.abort
         )

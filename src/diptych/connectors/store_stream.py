@@ -19,6 +19,7 @@ from diptych.connectors.store_move import Move
 from diptych.connectors.store_wire import ANSWER, FRAME, READ, WELCOME, WRITE, hello, wake_bytes
 from diptych.errors import TransferError
 from diptych.proto import kvstore_pb2 as pb
+from diptych.sockets import tune
 
 
 class StreamMover:
@@ -36,7 +37,7 @@ class StreamMover:
         host, _, port = address.rpartition(":")
         connection = socket.create_connection((host.strip("[]"), int(port)), timeout_s)
         try:
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            tune(connection)
             connection.sendall(hello(token))
             if connection.recv(1) != WELCOME:
                 raise ConnectionError("the store's stream refused the connection")

@@ -21,6 +21,7 @@ from typing import Protocol
 
 from diptych.connectors.transports.base import Offer
 from diptych.errors import ConfigError, TransferError
+from diptych.sockets import tune
 
 MAGIC = b"DKT1"
 TOKEN_BYTES = 32
@@ -72,7 +73,7 @@ class PlainWire:
 
     def __init__(self, connection: socket.socket) -> None:
         connection.setblocking(False)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        tune(connection)
         self._socket = connection
 
     def fileno(self) -> int:
@@ -104,7 +105,7 @@ class TlsWire:
         self, connection: socket.socket, context: ssl.SSLContext, server_name: str | None
     ) -> None:
         connection.setblocking(False)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        tune(connection)
         self._socket = context.wrap_socket(
             connection,
             server_side=server_name is None,
