@@ -87,7 +87,12 @@ class ObjectFiles:
     def scan(self) -> Iterator[FileInfo]:
         """All files with a valid header; the others are removed. Bytes are not read."""
         for folder in sorted(self.root.glob("[0-9a-f][0-9a-f]")):
-            for path in folder.iterdir():
+            try:
+                paths = list(folder.iterdir())
+            except OSError as error:
+                _log.warning("%s cannot be read: %s", folder, error)
+                continue
+            for path in paths:
                 info = self._info(path)
                 if info is not None and self.path(info.key) == path:
                     yield info

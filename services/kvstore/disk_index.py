@@ -112,7 +112,11 @@ class DiskIndex:
             return False
         size = _size(entry.info)
         self.used_bytes -= size
-        self._tenants[entry.info.tenant] -= size
+        tenant = entry.info.tenant
+        self._tenants[tenant] -= size
+        if not self._tenants[tenant]:
+            del self._tenants[tenant]
+            self._tenant_orders.pop(tenant, None)
         return True
 
     def overflow(self) -> list[bytes]:

@@ -122,6 +122,7 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServicer):
         return pb.CheckResponse(statuses=map(_wire, await self._checker.check(request.keys)))
 
     async def Evict(self, request: pb.EvictRequest, context: Any) -> pb.EvictResponse:
+        _check_batch(request.keys)
         keys = list(self._tiers.inventory()) if request.all else request.keys
         statuses = self._tiers.drop(keys)
         return pb.EvictResponse(num_objects=statuses.count(Status.OK))

@@ -569,9 +569,30 @@ def test_corrupt_kv_is_not_used() -> None:
     world.check_end()
 
 
+@pytest.mark.parametrize("kind", [Event.COMMIT, Event.STORED])
+@pytest.mark.parametrize(
+    "wrong", [{"token_id": -1}, {"num_cached_tokens": 21}], ids=["no token", "more than there is"]
+)
+def test_the_end_of_another_prompt_is_not_believed(kind: Event, wrong: dict[str, int]) -> None:
+    world = World(20, 0, stores=(True, True))
+    world.run("step", 8)
+    world.network.clear()
+    said = {"num_tokens": 20, "block_ids": list(range(5)), "token_id": 7, **wrong}
+    world.decode.take(PEER, HandoffMessage(kind=kind, request_id="r", epoch=1, number=9, **said))
+    world.settle()
+    assert world.state_d == "ended"
+    assert world.decode.failures == {"prefill announced what is not this prompt": 1}
+    world.run("release", 0)
+    world.quiet()
+    world.check_end()
+
+
 def test_what_is_no_message_is_refused() -> None:
     with pytest.raises(TransferError, match="cannot be read"):
         HandoffMessage.decode(b"\x81\x01")
     ticket = HandoffMessage(kind=Event.TICKET, request_id="r", epoch=1)
     with pytest.raises(TransferError, match="no engine is to send"):
         HandoffMessage.decode(ticket.encode())
+    commit = HandoffMessage(kind=Event.COMMIT, request_id="r", epoch=1, token_id=1 << 31)
+    with pytest.raises(TransferError, match="cannot be read"):
+        HandoffMessage.decode(commit.encode())

@@ -120,6 +120,25 @@ def test_a_transport_that_fails_its_test_is_passed_over(worker: Worker, source: 
     assert (report.state, report.transport) == (LinkState.READY, "tcp")
 
 
+def test_an_address_that_cannot_be_costs_that_peer_its_link_and_nobody_else(
+    worker: Worker, source: Source
+) -> None:
+    offers = [
+        msgspec.structs.replace(offer, address=f"127.0.0.1:{'9' * 40}")
+        for offer in source.endpoint.offers
+        if offer.transport == "tcp"
+    ]
+    worker.thread.connect("good", source.endpoint)
+    until(worker.link_is(LinkState.READY, "good"))
+    mark = Mark()
+    worker.read("r", Runs.of([(0, 0, MIB)]), peer_id="good", mark=mark)
+    worker.thread.connect("p", lying(source, offers=offers))
+    until(worker.link_is(LinkState.DOWN))
+    assert worker.thread.links()["p"].failures.keys() == {"tcp"}
+    mark.over = True
+    assert worker.wait("r").state is ReadState.DONE
+
+
 def test_bytes_that_do_not_check_bring_no_link_up(worker: Worker, source: Source) -> None:
     worker.thread.connect("p", lying(source, probe_checksum=source.endpoint.probe_checksum ^ 1))
     until(worker.link_is(LinkState.DOWN))

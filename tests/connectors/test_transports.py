@@ -21,8 +21,9 @@ from diptych.connectors.transports.base import (
     Transport,
 )
 from diptych.connectors.transports.grpc_bytes import GrpcTransport
+from diptych.connectors.transports.memory import HostMemory
 from diptych.connectors.transports.nixl import NixlTransport, check_ucx_tls
-from diptych.connectors.transports.shm import ShmTransport
+from diptych.connectors.transports.shm import ShmTransport, _map
 from diptych.connectors.transports.tcp import TcpTransport
 from diptych.connectors.transports.tcp_wire import HELLO_BYTES, WELCOME, TlsFiles
 from diptych.errors import ConfigError, TransferError
@@ -264,6 +265,13 @@ def test_a_reader_cannot_write_into_a_sources_memory(sources: dict[str, Source])
     with pytest.raises(ValueError, match="read-only"):
         view[0] = 1
     reader.close()
+
+
+@pytest.mark.parametrize("num_bytes", [-1, 0, 1 << 40, 1 << 63])
+def test_a_region_of_a_size_that_cannot_be_is_not_mapped(num_bytes: int) -> None:
+    memory = HostMemory.shared(MIB)
+    with pytest.raises(TransferError, match="not sealed at its size"):
+        _map(msgspec.msgpack.encode([("kv", num_bytes)]), [memory.fd])
 
 
 def test_shared_memory_is_for_one_host_and_host_memory(sources: dict[str, Source]) -> None:

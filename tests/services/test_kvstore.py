@@ -165,6 +165,28 @@ def control(node: Node) -> kvstore_pb2_grpc.KvStoreStub:
     return kvstore_pb2_grpc.KvStoreStub(grpc.insecure_channel(node.address))
 
 
+@pytest.mark.parametrize(
+    "request_",
+    [
+        pb.PutStartRequest(items=[pb.PutItem()] * 4097),
+        pb.PutEndRequest(items=[pb.PutEndItem()] * 4097),
+        pb.PutRevokeRequest(put_ids=[1] * 4097),
+        pb.GetRequest(keys=[b"k"] * 4097),
+        pb.VerifyLeaseRequest(lease_ids=[1] * 4097),
+        pb.ReleaseRequest(lease_ids=[1] * 4097),
+        pb.ExistsRequest(keys=[b"k"] * 4097),
+        pb.PinRequest(keys=[b"k"] * 4097, level=pb.PIN_LEVEL_SOFT),
+        pb.CheckRequest(keys=[b"k"] * 4097),
+        pb.EvictRequest(keys=[b"k"] * 4097),
+    ],
+    ids=lambda request: type(request).__name__,
+)
+def test_a_batch_has_a_bound(node: Node, request_: Any) -> None:
+    call = getattr(control(node), type(request_).__name__.removesuffix("Request"))
+    with pytest.raises(grpc.RpcError, match="a batch holds at most 4096 items"):
+        call(request_, timeout=60)
+
+
 def test_what_was_put_is_got(client: StoreClient) -> None:
     objects = {key(): os.urandom(size) for size in (1, 4095, 4096, 100_001, 700_000)}
     results = put(client, objects)

@@ -94,6 +94,13 @@ def test_a_damaged_file_is_not_read(files: ObjectFiles, where: str) -> None:
     assert [found.key for found in files.scan()] == expected
 
 
+def test_what_is_no_folder_costs_no_other_folder_its_objects(files: ObjectFiles) -> None:
+    info = info_of(b"x", b"\xff" * 32)
+    files.write(info, aligned(b"x"))
+    (files.root / "00").write_text("a file where a folder of objects would be")
+    assert [found.key for found in files.scan()] == [info.key]
+
+
 def test_a_folder_belongs_to_one_node(files: ObjectFiles) -> None:
     with pytest.raises(ConfigError, match="in use"):
         ObjectFiles(files.root)
@@ -132,6 +139,15 @@ def test_a_tenant_over_its_quota_makes_room_among_its_own() -> None:
         index.add(info)
     assert index.admit(own[2]) == (True, [own[0].key])
     assert other.key in index
+
+
+def test_a_tenant_that_holds_nothing_any_more_is_forgotten() -> None:
+    index, _ = index_of(10, tenant_quota=0.5)
+    infos = [info_of(b"x", tenant=f"t{number}") for number in range(100)]
+    for info in infos:
+        index.add(info)
+        assert index.remove(info.key)
+    assert index._tenants == {} == index._tenant_orders
 
 
 def test_the_sketch_counts_and_ages() -> None:

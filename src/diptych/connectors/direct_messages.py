@@ -24,6 +24,7 @@ TO_PREFILL = frozenset({Event.ACK, Event.RENEW, Event.READ_DONE})
 
 
 Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
+TokenId = Annotated[int, msgspec.Meta(ge=-1, lt=1 << 31)]
 
 
 class HandoffMessage(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -46,7 +47,7 @@ class HandoffMessage(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     start: Count = 0
     num_tokens: Count = 0
     block_ids: list[Count] = []
-    token_id: int = -1
+    token_id: TokenId = -1
     num_cached_tokens: Count = 0
     checksums: list[int] = []
 

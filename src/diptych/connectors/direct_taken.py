@@ -142,6 +142,9 @@ class TakenPrompts:
         if message.kind in (Event.REVOKE, Event.GONE):
             entry.why = f"the prefill worker said {message.kind}"
         if message.kind is Event.STORED and message.epoch == entry.machine.epoch:
+            if message.token_id < 0 or message.num_cached_tokens > entry.prompt.num_tokens:
+                self._refuse(entry)
+                return
             entry.why = "the prefill worker gave up holding its KV"
             entry.stored = message
         inner = Message(message.kind, DECODE, message.epoch, message.number, start=message.start)
@@ -252,8 +255,7 @@ class TakenPrompts:
     def _announced(self, entry: Taken, message: HandoffMessage) -> None:
         fresh = message.epoch == entry.machine.epoch and message.number > entry.machine.number
         if fresh and not self._note(entry, message):
-            entry.why = "prefill announced what is not this prompt"
-            self._step(entry, Event.PREFILL_RESTARTED)
+            self._refuse(entry)
             return
         inner = Message(
             message.kind,
@@ -269,6 +271,11 @@ class TakenPrompts:
         else:
             self._step(entry, message.kind, inner)
 
+    def _refuse(self, entry: Taken) -> None:
+        """What prefill says is not of this prompt: nothing of it is used."""
+        entry.why = "prefill announced what is not this prompt"
+        self._step(entry, Event.PREFILL_RESTARTED)
+
     def _note(self, entry: Taken, message: HandoffMessage) -> bool:
         """Remember what an announcement brings; False where it cannot be of this prompt."""
         commits = message.kind is Event.COMMIT
@@ -276,6 +283,7 @@ class TakenPrompts:
         is_wrong = end > entry.prompt.num_tokens
         if commits:
             is_wrong = end != entry.prompt.num_tokens or message.token_id < 0
+            is_wrong |= message.num_cached_tokens > end
         if is_wrong or entry.committed is not None:
             return not is_wrong
         if not commits:

@@ -144,6 +144,11 @@ class Links:
             except TransferError as error:
                 self._failed(link, transport, error.message)
                 continue
+            except Exception as error:
+                # what a peer says of itself must not end the reads of others
+                _log.exception("peer %s offers what %s cannot take", link.peer_id, transport.name)
+                self._failed(link, transport, type(error).__name__)
+                continue
             deadline_s = self._monotonic() + self._test_timeout_s
             test = SelfTest(transport, peer, self._landing, deadline_s)
             self._test = link, transport, peer, test

@@ -316,7 +316,7 @@ def _map(data: bytes, fds: list[int]) -> dict[str, NDArray[np.uint8]]:
     views = {}
     for (name, num_bytes), fd in zip(regions, fds, strict=True):
         seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
-        if seals & SIZE_SEALS != SIZE_SEALS or os.fstat(fd).st_size < num_bytes:
+        if seals & SIZE_SEALS != SIZE_SEALS or not 0 < num_bytes <= os.fstat(fd).st_size:
             raise TransferError(f"region {name} is not sealed at its size")
         views[name] = np.frombuffer(mmap.mmap(fd, num_bytes, access=mmap.ACCESS_READ), np.uint8)
     return views
