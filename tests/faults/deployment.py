@@ -35,7 +35,7 @@ WARM_UP_ROUNDS, WARM_UP_AT_ONCE = 3, 12
 HEARTBEAT_S, LIVENESS_S = 0.3, 1.5
 LEASE_S, PUT_TTL_S = 1.0, 2.0
 # Caches that are bounded, but far beyond what a run of minutes fills, are kept small: beside them
-# a leak would not be seen. oneDNN keeps a compiled kernel for each number of rows, and torch's layer
+# a leak would not be seen. oneDNN keeps a compiled kernel for each number of rows, torch's layer
 # above it (ideep) keeps them once more.
 ENVIRONMENT = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "32", "LRU_CACHE_CAPACITY": "32"}
 SSD_BYTES = 32 << 20
