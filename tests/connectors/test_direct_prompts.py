@@ -188,7 +188,7 @@ class World:
             self.prefill.computed("r", end, self.p_blocks)
         else:
             self.state_p = "handed off"
-            self.prefill.done("r", end, self.p_blocks, 77, 3)
+            self.prefill.done("r", end, self.p_blocks, 77, min(3, end))
 
     def deliver(self, index: int, *, lose: bool = False, double: bool = False) -> None:
         if not self.network:
