@@ -12,7 +12,8 @@ from torch import Tensor
 from diptych.kernels.checksum_keys import position_keys, word_keys
 
 
-@triton.jit
+# one variant for any number of tokens: none is compiled while requests run
+@triton.jit(do_not_specialize=["num_tokens"])
 def _kv_checksums_kernel(
     words,
     block_ids,

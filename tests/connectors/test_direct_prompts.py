@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import pytest
@@ -132,7 +133,7 @@ class World:
         self.network: list[tuple[str, HandoffMessage]] = []
         self.source, self.target = Blocks(P_BLOCK, 1), Blocks(D_BLOCK, 2)
         self.reads = Reads(self.source, self.target)
-        self.p_reports, self.d_reports = DirectReports(), DirectReports()
+        self.p_reports, self.d_reports = DirectReports(self._clock), DirectReports(self._clock)
         self.prefill = GivenPrompts(
             SETTINGS,
             self.p_reports,
@@ -362,7 +363,7 @@ class World:
         assert self.prefill.next_at_s() is None
         assert not self.reads.open
         assert not self.d_reports.is_announced("r")
-        assert not self.d_reports.is_expecting
+        assert not self.d_reports.num_expected
 
 
 MOVES = st.lists(st.tuples(st.sampled_from(KINDS), st.integers(0, 31)), min_size=5, max_size=60)
@@ -410,6 +411,46 @@ def test_without_bad_luck_the_kv_arrives(num_tokens: int, chunk: int) -> None:
     assert world.prefill.num_valid == 1
     world.quiet()
     world.check_end()
+
+
+def test_a_commit_is_expected_once_prompts_like_it_have_come() -> None:
+    """From a little before its time on: then no step is planned ahead that it would miss."""
+    world = World(40, 0)
+    world.now = 100.0
+
+    def begin(request_id: str) -> None:
+        if request_id != "r":
+            world.decode.offer(
+                TakenPrompt(request_id=request_id, epoch=1, peer=PEER, num_tokens=40, ttl_s=30)
+            )
+        world.decode.take(PEER, said(request_id, Event.PREFILL_STARTED, 1))
+        world.decode.reserved(request_id, 0, world.d_blocks or world.target.take(40))
+
+    def said(request_id: str, kind: Event, number: int, **rest: Any) -> HandoffMessage:
+        return HandoffMessage(kind=kind, request_id=request_id, epoch=1, number=number, **rest)
+
+    def at(seconds: float) -> bool:
+        world.now = seconds
+        return world.d_reports.is_expecting
+
+    begin("r")
+    assert not at(100.1)  # nothing is known of its pace
+    commit = {"num_tokens": 40, "token_id": 7, "block_ids": world.p_blocks}
+    world.decode.take(PEER, said("r", Event.COMMIT, 2, **commit))
+    assert at(100.1)
+    assert not at(100.2)  # it is slow: steps go on as ever
+    world.decode.peer_gone(PEER, "it went")
+    begin("s")
+    assert [at(100.2 + seconds) for seconds in (0.05, 0.09, 0.12, 0.2)] == [
+        False,
+        True,
+        True,
+        False,
+    ]
+    world.decode.take(PEER, said("s", Event.COMMIT, 2, **commit))
+    assert at(100.401)
+    world.decode.peer_gone(PEER, "it went")
+    assert not world.d_reports.num_expected
 
 
 def test_a_chunk_is_read_while_the_next_is_computed() -> None:

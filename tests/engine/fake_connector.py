@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from diptych.connectors.base import (
@@ -46,6 +47,10 @@ class FakeConnector(KVConnectorScheduler):
     aborted: list[str] = field(default_factory=list)
     read_by_peers: set[str] = field(default_factory=set)
     expects: bool = False
+    on_await: Callable[[], None] = lambda: None
+
+    def await_expected(self) -> None:
+        self.on_await()
 
     @property
     def is_expecting(self) -> bool:

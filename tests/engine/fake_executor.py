@@ -135,6 +135,7 @@ class LateDevice:
         self.submitted: list[dict[str, int]] = []
         self.in_flight: list[SchedulerOutput] = []
         self.most_in_flight = 0
+        self.waited: list[int] = []
         self.on_submit: Callable[[], None] = lambda: None
 
     @property
@@ -155,6 +156,9 @@ class LateDevice:
 class LateStep:
     device: LateDevice
     step: SchedulerOutput
+
+    def wait(self) -> None:
+        self.device.waited.append(self.step.number)
 
     def result(self) -> ModelRunnerOutput:
         assert self.device.in_flight.pop(0) is self.step, "results are taken out of order"

@@ -83,6 +83,8 @@ def test_while_only_transfers_are_under_way_the_core_says_so_and_repeats_nothing
     assert core.step() is None
     assert core.has_work
     transfers.finish_load("a")
+    core.step()
+    assert not core.is_waiting_for_transfers  # it computes in the next step
     run(core)
     assert not core.is_waiting_for_transfers
     assert core.stats.prompt_tokens_local_compute == 1

@@ -199,6 +199,31 @@ def test_no_step_is_planned_ahead_while_kv_is_about_to_arrive() -> None:
     assert device.most_in_flight == 1
 
 
+def test_kv_that_comes_while_the_device_has_nothing_is_in_the_next_step() -> None:
+    """And it is awaited only then: between the end of a step and the beginning of the next."""
+    connector = FakeConnector()
+    driver = OverlapDriver(connector=connector)
+    driver.add(make_request("a", PROMPT, max_tokens=40))
+    commit = KVTransferParams(commit=commit_of(len(PROMPT)))
+    driver.add(make_request("b", PROMPT, max_tokens=8, transfer=commit))
+    connector.on_await = lambda: pytest.fail("the device has another step")
+    for _ in range(4):
+        assert "b" not in driver.step()
+    connector.expects = True
+
+    def arrive() -> None:
+        assert driver.device.computing == [True]
+        assert driver.device.waited[-1] == driver.device.in_flight[0].number
+        assert driver.transfers is not None
+        driver.transfers.finish_load("b")
+        connector.on_await = lambda: None
+
+    connector.on_await = arrive
+    assert driver.step() == {"a": 1, "b": 1}
+    driver.run()
+    assert driver.clients["b"].output == expected_output(PROMPT, 8)
+
+
 def test_a_failure_found_while_aborting_is_reported_by_the_next_step() -> None:
     connector, executor = FakeConnector(), FakeExecutor(fail_at=1)
     core = EngineCore(

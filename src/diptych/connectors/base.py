@@ -173,7 +173,8 @@ class KVConnectorOutput:
 
 
 class KVConnectorScheduler(ABC):
-    """The scheduler half. No method blocks or does I/O longer than a local look-up."""
+    """The scheduler half. No method but `await_expected` blocks or does I/O longer than a local
+    look-up."""
 
     def request_added(self, request: RequestView) -> None:
         """The request waits from now on: what takes time to find may be looked up meanwhile."""
@@ -232,6 +233,11 @@ class KVConnectorScheduler(ABC):
         """Whether KV is about to arrive, within a step or so: one planned ahead of the results of
         those in flight would go without it."""
         return False
+
+    def await_expected(self) -> None:
+        """The device has no step: wait for KV that comes sooner than a step would end, so that the
+        next one has it. Milliseconds at most, and not again for the same KV."""
+        return
 
     @property
     def handoff_cards(self) -> bytes:

@@ -82,7 +82,7 @@ class DirectDriver:
             ConfigError: a setting that a transport cannot use.
             TransferError: no transport can reach the pool.
         """
-        self.reports = DirectReports()
+        self.reports = DirectReports(monotonic)
         self._settings = settings
         self._layout = layout
         self._reads_peers = reads_peers

@@ -3,19 +3,33 @@
 from __future__ import annotations
 
 import threading
+import time
+from collections.abc import Callable
+from typing import NamedTuple
 
 from diptych.connectors.base import HandedOver, KVConnectorOutput
 from diptych.engine.request import KVCommit
 
 
+class Arrival(NamedTuple):
+    """When a request's KV may be there, on the monotonic clock: in [start_s, end_s) no step is
+    planned ahead, and until `hold_s` none begins without it."""
+
+    start_s: float
+    end_s: float
+    hold_s: float = 0.0
+
+
 class DirectReports:
     """Filled by one thread, emptied by another. Bounded by the number of requests."""
 
-    def __init__(self) -> None:
+    def __init__(self, monotonic: Callable[[], float] = time.monotonic) -> None:
+        self._monotonic = monotonic
         self._lock = threading.Lock()
+        self._news = threading.Condition(self._lock)
         self._output = KVConnectorOutput()
         self._announced: set[str] = set()
-        self._arriving: set[str] = set()
+        self._arrivals: dict[str, Arrival] = {}
 
     def announced(self, request_id: str) -> None:
         """Its KV is being computed: blocks may be reserved."""
@@ -26,23 +40,46 @@ class DirectReports:
         with self._lock:
             return request_id in self._announced
 
-    def arriving(self, request_id: str, is_arriving: bool) -> None:
-        """Whether all its KV is computed, and is being read or validated."""
-        if is_arriving:
-            self._arriving.add(request_id)
-        else:
-            self._arriving.discard(request_id)
+    def expect(self, request_id: str, arrival: Arrival | None) -> None:
+        """When its KV will be there, as far as is known; None: never, or it is."""
+        with self._lock:
+            if arrival is not None:
+                self._arrivals[request_id] = arrival
+            elif self._arrivals.pop(request_id, None) is not None:
+                self._news.notify_all()
+
+    @property
+    def num_expected(self) -> int:
+        """Requests of which it is known when their KV will be there."""
+        with self._lock:
+            return len(self._arrivals)
 
     @property
     def is_expecting(self) -> bool:
         """Whether something is to be received or failed soon."""
-        return bool(self._arriving)
+        with self._lock:
+            if not self._arrivals:
+                return False
+            now = self._monotonic()
+            return any(a.start_s <= now < a.end_s for a in self._arrivals.values())
+
+    def await_expected(self) -> None:
+        """Return once something is reported, or nothing is to be waited for any more."""
+        with self._lock:
+            while self._output.empty and (left_s := self._left_s()) > 0:
+                self._news.wait(left_s)
+
+    def _left_s(self) -> float:
+        """Under the lock."""
+        holds = [arrival.hold_s for arrival in self._arrivals.values()]
+        return max(holds, default=0.0) - self._monotonic()
 
     def received(self, request_id: str, handed_over: HandedOver) -> None:
         """All its KV is here, and valid."""
         with self._lock:
             self._output.finished_recving.add(request_id)
             self._output.handed_over[request_id] = handed_over
+            self._news.notify_all()
 
     def left_to_store(self, request_id: str, handed_over: HandedOver) -> None:
         """Its peer holds its KV no more, and nothing writes its blocks: it looks in the store."""

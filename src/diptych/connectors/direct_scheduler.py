@@ -65,6 +65,9 @@ class DirectScheduler(KVConnectorScheduler):
     def is_expecting(self) -> bool:
         return self._driver.reports.is_expecting
 
+    def await_expected(self) -> None:
+        self._driver.reports.await_expected()
+
     @property
     def handoff_cards(self) -> bytes:
         return self._cards

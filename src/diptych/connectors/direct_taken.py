@@ -15,9 +15,9 @@ from typing import Protocol
 from diptych.connectors.base import HandedOver
 from diptych.connectors.direct_attempt import ReadRange, Taken, TakenPrompt
 from diptych.connectors.direct_messages import HandoffMessage
-from diptych.connectors.direct_reports import DirectReports
+from diptych.connectors.direct_reports import Arrival, DirectReports
 from diptych.connectors.direct_settings import DirectSettings
-from diptych.connectors.direct_times import HandoffTimes
+from diptych.connectors.direct_times import HandoffTimes, Pace
 from diptych.connectors.handoff import ANNOUNCEMENTS, RULES, Event, State
 from diptych.connectors.handoff_decode import step_decode
 from diptych.connectors.handoff_machines import DECODE, PREFILL, Decode, Message
@@ -33,6 +33,12 @@ _LISTENING = (*_PULLING, State.VALIDATING)
 _WAITING = (State.IDLE, State.OFFERED, State.DEFERRED)
 _LOST = (State.ASKING, State.REFUSED)
 _RENEWALS_PER_LEASE = 4
+# KV is here within a fraction of this after COMMIT; where it is slower, steps go on as ever
+_ARRIVAL_S = 20e-3
+# and within this over NVLink: waiting for it costs others less than one more step costs who waits
+_HOLD_S = 3e-3
+# an expected COMMIT is awaited from and until these shares of its time, and so much before or after
+_EARLY, _LATE, _MARGIN_S = 0.8, 1.5, 5e-3
 
 
 class RangeReads(Protocol):
@@ -85,6 +91,7 @@ class TakenPrompts:
         self._stores = stores
         self._taken: dict[str, Taken] = {}
         self.times = HandoffTimes()
+        self._pace = Pace()
         self.num_received = 0
         self.failures: Counter[str] = Counter()
         self.num_tokens = 0
@@ -292,6 +299,9 @@ class TakenPrompts:
         if commits:
             entry.committed = message
             entry.committed_s = self._monotonic()
+            if entry.announced_s:
+                self.times.add("begun to commit", entry.committed_s - entry.announced_s)
+                self._pace.note(end, entry.committed_s - entry.announced_s)
         if end > entry.known_tokens or commits:
             entry.ranges.append(ReadRange(entry.known_tokens, end))
         return True
@@ -311,14 +321,28 @@ class TakenPrompts:
             entry.validating_s = self._monotonic()
             self.times.add("commit to all read", entry.validating_s - entry.committed_s)
             entry.repeat_at_s = entry.validating_s + self._settings.repeat_s
-        coming = entry.committed is not None and entry.machine.state in _LISTENING
-        self._reports.arriving(entry.prompt.request_id, coming)
         if entry.machine.state is State.DEFERRED and before.state is State.OFFERED:
             entry.announced_s = self._monotonic()
             self._reports.announced(entry.prompt.request_id)
         self._post(entry)
         self._lift(entry)
         self._settle(entry)
+        self._reports.expect(entry.prompt.request_id, self._arrival(entry))
+
+    def _arrival(self, entry: Taken) -> Arrival | None:
+        """When its KV may be here; None where nobody knows."""
+        if entry.machine.state not in _LISTENING:
+            return None
+        if entry.committed is not None:
+            at_s = entry.committed_s
+            return Arrival(at_s, at_s + _ARRIVAL_S, at_s + _HOLD_S)
+        expected_s = self._pace.expected_s(entry.prompt.num_tokens)
+        if not expected_s or not entry.announced_s:
+            return None
+        return Arrival(
+            entry.announced_s + _EARLY * expected_s - _MARGIN_S,
+            entry.announced_s + _LATE * expected_s + _MARGIN_S,
+        )
 
     def _tell(self, entry: Taken, out: Message) -> None:
         wire = HandoffMessage(

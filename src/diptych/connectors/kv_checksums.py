@@ -22,6 +22,7 @@ from diptych.kernels.checksum_keys import head_keys, position_keys, word_keys
 # as unsigned 64-bit numbers; a call waits until they are there
 PendingChecksums = Callable[[], list[int]]
 _WORD_BYTES = 4
+_WARM_UP_BLOCKS = 16
 
 
 class Checksums(Protocol):
@@ -89,7 +90,11 @@ class TorchChecksums:
             # the model's kernels fill the device: those of a higher priority get in between
             self._stream = torch.cuda.Stream(kv_cache.device, priority=-1)  # type: ignore[no-untyped-call]
             self._stream.wait_stream(torch.cuda.current_stream(kv_cache.device))
-            self.begin([0], 0, 1, self._size)()
+            # all forms of its kernels and torch's are loaded now, which takes milliseconds each
+            blocks = list(range(min(geometry.num_blocks, _WARM_UP_BLOCKS)))
+            for end in (1, self._size, len(blocks) * self._size - 1, len(blocks) * self._size):
+                for size in {self._size, 2 * self._size}:
+                    self.begin(blocks, 0, end, size)()
 
     @torch.inference_mode()
     def begin(self, block_ids: Sequence[int], start: int, end: int, size: int) -> PendingChecksums:

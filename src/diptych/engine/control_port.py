@@ -52,6 +52,8 @@ class ControlPort:
             if not read:
                 self.close()
             self._received += read
+            if len(read) < _READ_BYTES:
+                break  # each further call would give the interpreter away
         return [decode_to_control(body) for body in take_frames(self._received)]
 
     def send(self, message: FromControl) -> None:

@@ -56,6 +56,9 @@ class _Done:
 
     output: ModelRunnerOutput
 
+    def wait(self) -> None:
+        return
+
     def result(self) -> ModelRunnerOutput:
         return self.output
 
@@ -111,7 +114,7 @@ class EngineCore:
 
     @property
     def is_waiting_for_transfers(self) -> bool:
-        """Whether the last step computed nothing: only the outside can bring work on."""
+        """Whether nothing is there to compute: only the outside can bring work on."""
         return self._computed_nothing
 
     @property
@@ -155,7 +158,8 @@ class EngineCore:
         try:
             if self._broken is not None:
                 raise self._broken
-            self._computed_nothing = not self._advance()
+            # what has just been loaded computes in the next step: nothing is waited for
+            self._computed_nothing = not (self._advance() or self._scheduler.has_loaded)
             return self._changed(self._scheduler.take_outputs())
         except Exception as error:
             logger.exception("a step failed")
@@ -176,6 +180,7 @@ class EngineCore:
         if self._flight is not None and not (
             self._flight.computes and self._scheduler.can_plan_ahead
         ):
+            self._await_expected(self._flight)
             computed = self._settle()
         begun = self._begin() if self._scheduler.has_requests else None
         computed |= self._settle()
@@ -183,6 +188,13 @@ class EngineCore:
         if not self._is_async:
             return self._settle() or computed
         return computed or (begun is not None and begun.computes)
+
+    def _await_expected(self, flight: _Flight) -> None:
+        """KV that comes within a fraction of a step is awaited: who waits for it would wait for a
+        whole step otherwise."""
+        if self._connector is not None:
+            flight.handle.wait()
+            self._connector.await_expected()
 
     def _begin(self) -> _Flight:
         """Plan a step and give it to the device."""

@@ -28,8 +28,9 @@ from diptych.fault_points import reach
 logger = logging.getLogger(__name__)
 
 TRANSFER_POLL_S = 0.001
-# the transfer thread must not wait 5 ms for the interpreter whenever the model thread is in Python
-SWITCH_INTERVAL_S = 0.0005
+# the threads of a hand-off must not wait 5 ms for the interpreter whenever the model thread is in
+# Python, and they take it several times between two tokens
+SWITCH_INTERVAL_S = 0.0001
 _PR_SET_PDEATHSIG = 1
 
 

@@ -71,6 +71,8 @@ class Scheduler:
         self._num_arrived = 0
         self._in_flight = StepsInFlight()
         self._short_of_blocks = False
+        # since the last step was chosen: a request whose KV has come
+        self.has_loaded = False
 
     # --- what comes in
 
@@ -154,7 +156,7 @@ class Scheduler:
         """Choose the next step. Without anything to compute it only serves the connector."""
         step = self._in_flight.begin()
         preemptions = self._counters.num_preemptions
-        self._short_of_blocks = False
+        self._short_of_blocks = self.has_loaded = False
         budget = self._schedule_running(step, self._max_tokens)
         if self._counters.num_preemptions == preemptions and not self._short_of_blocks:
             self._schedule_waiting(step, budget)
@@ -178,6 +180,7 @@ class Scheduler:
         if transfers is not None:
             for loaded in self._remote.update(transfers):
                 self._admit_loaded(loaded)
+                self.has_loaded = True
             for request_id, handed in transfers.left_to_store.items():
                 self._leave_to_store(request_id, handed)
             for request_id, why in transfers.failed_handoffs.items():

@@ -74,6 +74,10 @@ class ModelRunnerOutput:
 class StepHandle(Protocol):
     """A step that the device has been given."""
 
+    def wait(self) -> None:
+        """Return once the step's device work is over."""
+        ...
+
     def result(self) -> ModelRunnerOutput:
         """Wait for the step's device work; called once, in the order of the steps."""
         ...

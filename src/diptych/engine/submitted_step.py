@@ -46,6 +46,10 @@ class SubmittedStep:
         """Log probabilities of prompt tokens come as well."""
         self._prompt_logprobs[request_id] = read
 
+    def wait(self) -> None:
+        if self._read is not None:
+            self._read.wait()
+
     @torch.inference_mode()
     def result(self) -> ModelRunnerOutput:
         """Wait for the step; its saves begin, its tokens are on the host."""

@@ -48,7 +48,7 @@ from diptych.errors import TransferError
 
 _log = logging.getLogger(__name__)
 
-SWITCH_INTERVAL_S = 0.5e-3
+SWITCH_INTERVAL_S = 0.1e-3
 _MAX_READS = 4096
 # how often a test, or an event that a read waits for, is looked at
 _LOOK_S = 0.2e-3
