@@ -189,6 +189,7 @@ class RequestRoute:
         self._failed_pairs: set[tuple[str, ...]] = set()
         self._early: dict[int, Entry] = {}
         self._taken_over = False
+        self._left_to_store = False
         self._reason = "no worker took the request"
 
     @property
@@ -259,7 +260,7 @@ class RequestRoute:
     def _paired(
         self, prefill: list[RoutableWorker], decode: list[RoutableWorker]
     ) -> list[RoutableWorker]:
-        return [worker for worker in prefill if self.partners(decode, worker)]
+        return [worker for worker in prefill if any(self._partners(decode, worker))]
 
     def obstacles(
         self, workers: Iterable[RoutableWorker]
@@ -276,17 +277,23 @@ class RequestRoute:
         self, workers: Iterable[RoutableWorker], prefill: RoutableWorker
     ) -> dict[str, Stage]:
         """Decode workers that may make a pair with `prefill`, in the form of `options`."""
+        return {worker.key: Stage.DECODE for worker in self._partners(workers, prefill)}
+
+    def _partners(
+        self, workers: Iterable[RoutableWorker], prefill: RoutableWorker
+    ) -> Iterator[RoutableWorker]:
+        """One after another: whether there is one is asked of each prefill worker."""
         if len(self._failed_pairs) >= MAX_PAIR_FAILURES:
-            return {}
-        return {
-            worker.key: Stage.DECODE
-            for worker in workers
-            if worker.role is Role.DECODE
-            and worker.key not in self._excluded
-            and worker.kv_namespace == prefill.kv_namespace
-            and (prefill.key, worker.key) not in self._failed_pairs
-            and self._ways.obstacle(prefill, worker) is None
-        }
+            return
+        for worker in workers:
+            if (
+                worker.role is Role.DECODE
+                and worker.key not in self._excluded
+                and worker.kv_namespace == prefill.kv_namespace
+                and (prefill.key, worker.key) not in self._failed_pairs
+                and self._ways.obstacle(prefill, worker) is None
+            ):
+                yield worker
 
     def begin(
         self, worker: RoutableWorker, stage: Stage, partner: RoutableWorker | None = None
@@ -299,7 +306,7 @@ class RequestRoute:
             commit = None
         self._namespace = worker.kv_namespace
         self._early.clear()
-        self._taken_over = False
+        self._taken_over = self._left_to_store = False
         self._attempt = Attempt(
             worker_key=worker.key,
             stage=stage,
@@ -328,7 +335,7 @@ class RequestRoute:
 
     def on_lost(self, worker_key: str, reason: str) -> bool:
         """A worker will say no more; whether the attempt is lost by that. The prefill of a pair is
-        not missed once decode has taken over."""
+        not missed once decode has taken over, or can go on from the store."""
         attempt = self._attempt
         if attempt is None or worker_key not in attempt.keys:
             return False
@@ -391,8 +398,10 @@ class RequestRoute:
         return len(attempt.output_token_ids)
 
     def _is_over(self, attempt: Attempt, worker_key: str) -> bool:
-        """Whether this is the prefill of a pair whose decode goes on by itself."""
-        return self._taken_over and worker_key == attempt.worker_key
+        """Whether this is the prefill of a pair whose decode goes on without it: it has all, or
+        was sent to the store. If it did not hear so, it will say that the hand-off failed."""
+        goes_on = self._taken_over or (self._left_to_store and not self.awaits_token)
+        return goes_on and worker_key == attempt.worker_key
 
     def _outcome(self, attempt: Attempt, worker_key: str, entry: Entry) -> Outcome:
         hands_over = attempt.stage is Stage.PREFILL or (
@@ -414,10 +423,10 @@ class RequestRoute:
         if attempt.stage is Stage.PAIR and not self._taken_over:
             if worker_key == attempt.decode_key:
                 self._taken_over = bool(entry.token_ids)
-            else:
-                # that decode has all of it, unless prefill left it to the store
-                commit = entry.commit
-                self._taken_over = commit is not None and commit.connector != STORE_CONNECTOR
+            elif entry.commit is not None:
+                # decode has all of it, unless prefill left it to the store
+                self._left_to_store = entry.commit.connector == STORE_CONNECTOR
+                self._taken_over = not self._left_to_store
             return Outcome.TAKEN_OVER if self._taken_over else Outcome.CONTINUE
         return Outcome.CONTINUE
 

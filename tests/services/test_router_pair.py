@@ -56,6 +56,9 @@ class Ways:
 P1, P2 = Worker("p1", Role.PREFILL), Worker("p2", Role.PREFILL)
 D1, D2 = Worker("d1", Role.DECODE), Worker("d2", Role.DECODE)
 A1 = Worker("a1", Role.AGGREGATED)
+LEFT_TO_STORE = KVCommit(
+    epoch=1, kv_namespace="ns", num_tokens=5, objects=[], connector="StoreConnector"
+)
 
 
 def entry(position: int, *token_ids: int, epoch: int = 1, **fields: Any) -> Entry:
@@ -225,13 +228,55 @@ def test_kv_that_prefill_left_to_the_store_is_not_with_decode_yet() -> None:
     """A reader that cannot be reached does not hear of it: another attempt follows in time."""
     route = pair()
     say(route, "p1", entry(0, 11))
-    commit = KVCommit(
-        epoch=1, kv_namespace="ns", num_tokens=5, objects=[], connector="StoreConnector"
-    )
-    assert say(route, "p1", entry(1, commit=commit)) == ([], [Outcome.CONTINUE])
+    assert say(route, "p1", entry(1, commit=LEFT_TO_STORE)) == ([], [Outcome.CONTINUE])
     assert route.awaits_handoff
     assert say(route, "d1", entry(1, 12)) == ([12], [Outcome.TAKEN_OVER])
     assert not route.awaits_handoff
+
+
+def test_prefill_may_go_once_it_has_left_its_kv_to_the_store() -> None:
+    """Decode may wait for room meanwhile: what was computed is not computed again."""
+    route = pair()
+    say(route, "p1", entry(0, 11))
+    say(route, "p1", entry(1, commit=LEFT_TO_STORE))
+    assert not route.on_lost("p1", "it was drained")
+    assert route.awaits_handoff, "for its time only"
+    assert say(route, "d1", entry(1, 12)) == ([12], [Outcome.TAKEN_OVER])
+
+
+def test_a_decode_worker_that_did_not_hear_of_the_store_ends_the_attempt() -> None:
+    route = pair()
+    say(route, "p1", entry(0, 11, commit=LEFT_TO_STORE))
+    assert not route.on_lost("p1", "it died")
+    failed = entry(1, handoff_failed="the prefill worker is gone")
+    assert say(route, "d1", failed) == ([], [Outcome.LOST])
+    assert route.options([P2, D1]) == {"p2": Stage.PAIR}
+
+
+def test_a_decode_worker_that_is_lost_is_missed_though_the_store_has_the_kv() -> None:
+    route = pair()
+    say(route, "p1", entry(0, 11, commit=LEFT_TO_STORE))
+    assert route.on_lost("d1", "it died")
+
+
+def test_prefill_is_missed_until_token_1_is_here() -> None:
+    route = pair()
+    say(route, "p1", entry(1, commit=LEFT_TO_STORE))
+    assert route.on_lost("p1", "it died")
+
+
+def test_that_there_are_partners_is_known_without_asking_for_all_pairs() -> None:
+    asked: list[tuple[str, str]] = []
+
+    class Counting(Ways):
+        def obstacle(self, prefill: RoutableWorker, decode: RoutableWorker) -> Obstacle | None:
+            asked.append((prefill.key, decode.key))
+            return None
+
+    prefills = [Worker(f"p{number}", Role.PREFILL) for number in range(20)]
+    decodes = [Worker(f"d{number}", Role.DECODE) for number in range(20)]
+    RequestRoute(10, ways=Counting()).options([*prefills, *decodes])
+    assert len(asked) == 20
 
 
 def test_prefills_commit_says_that_decode_has_all() -> None:

@@ -311,6 +311,8 @@ async def test_what_became_of_hand_offs_is_shown_in_metrics() -> None:
         figures = HandoffFigures(
             num_read=3,
             num_not_read=1,
+            num_given_to_store=6,
+            num_taken_from_store=7,
             num_tokens_given=40,
             num_received=5,
             num_tokens_received=70,
@@ -323,6 +325,8 @@ async def test_what_became_of_hand_offs_is_shown_in_metrics() -> None:
         expected = {
             ("diptych:handoffs_given_total", "result", "read"): 3,
             ("diptych:handoffs_given_total", "result", "not_read"): 1,
+            ("diptych:handoffs_given_total", "result", "left_to_store"): 6,
+            ("diptych:handoffs_received_total", "result", "left_to_store"): 7,
             ("diptych:handoffs_received_total", "result", "valid"): 5,
             ("diptych:handoffs_received_total", "result", "corrupt"): 1,
             ("diptych:handoffs_received_total", "result", "failed"): 2,

@@ -262,8 +262,10 @@ class DirectDriver:
         now = HandoffFigures(
             num_read=given.num_valid,
             num_not_read=given.num_gone,
+            num_given_to_store=given.num_stored,
             num_tokens_given=given.num_tokens,
             num_received=taken.num_received,
+            num_taken_from_store=taken.num_stored,
             num_tokens_received=taken.num_tokens,
             num_corrupt=taken.num_corrupt,
             num_ignored_events=given.num_ignored + taken.num_ignored,

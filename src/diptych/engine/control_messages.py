@@ -48,14 +48,17 @@ class PeerLink(msgspec.Struct, frozen=True, tag="peer_link"):
 class HandoffFigures(msgspec.Struct, frozen=True, tag="figures"):
     """From the engine, whenever it changes: what became of its direct hand-offs since the start.
 
-    `failures` counts what was not received by why; KV that arrived corrupt is among it, and counted
-    on its own too.
+    `num_given_to_store` and `num_taken_from_store` are those that prefill gave up holding, and that
+    decode was told so of: the KV goes through the store after all. `failures` counts what was not
+    received by why; KV that arrived corrupt is among it, and counted on its own too.
     """
 
     num_read: int = 0
     num_not_read: int = 0
+    num_given_to_store: int = 0
     num_tokens_given: int = 0
     num_received: int = 0
+    num_taken_from_store: int = 0
     num_tokens_received: int = 0
     num_corrupt: int = 0
     num_ignored_events: int = 0

@@ -35,7 +35,11 @@ class HandoffCollector(Collector):
             "diptych:handoffs_given",
             "Prompts whose KV was offered to a decode worker directly, by what became of it.",
             "result",
-            {"read": figures.num_read, "not_read": figures.num_not_read},
+            {
+                "read": figures.num_read,
+                "left_to_store": figures.num_given_to_store,
+                "not_read": figures.num_not_read,
+            },
         )
         failed = sum(figures.failures.values())
         yield self._counter(
@@ -44,6 +48,7 @@ class HandoffCollector(Collector):
             "result",
             {
                 "valid": figures.num_received,
+                "left_to_store": figures.num_taken_from_store,
                 "corrupt": figures.num_corrupt,
                 "failed": failed - figures.num_corrupt,
             },
