@@ -283,6 +283,25 @@ def test_closing_leaves_no_read_no_thread_and_no_descriptor(source: Source) -> N
         assert set(once(["nixl"])) <= {"done", "failed"}
 
 
+def test_a_thread_that_is_awake_does_not_end_before_its_closer_has_woken_it(
+    source: Source, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = Worker("tcp")
+    worker.thread.connect("p", source.endpoint)
+    until(worker.link_is(LinkState.READY))
+    # while a mark is waited for the thread looks for commands all the time
+    worker.read("a", shuffled(POOL, MIB), mark=Mark())
+    write = os.eventfd_write
+
+    def late_write(fd: int, value: int) -> None:
+        time.sleep(0.2)  # as on a busy machine
+        write(fd, value)
+
+    monkeypatch.setattr(os, "eventfd_write", late_write)
+    worker.thread.close()
+    worker.memory.close()
+
+
 @pytest.mark.parametrize("name", ALL)
 def test_a_stopped_peer_gives_a_quarantine_first_or_the_end_at_once(name: str) -> None:
     worker = Worker(name)

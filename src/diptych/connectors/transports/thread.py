@@ -154,10 +154,11 @@ class TransferThread:
             _log.error("the transfer thread did not end within %g s", _JOIN_S)
 
     def _command(self, command: Callable[[], None]) -> None:
+        # under the lock the thread does not end: its descriptor is nobody else's yet
         with self._lock:
             self._commands.append(command)
-        if self._wake_fd >= 0:
-            os.eventfd_write(self._wake_fd, 1)
+            if self._wake_fd >= 0:
+                os.eventfd_write(self._wake_fd, 1)
 
     # --- the thread
 
@@ -180,8 +181,9 @@ class TransferThread:
             transport.close()
         self._probe.close()
         self._report_reads()
-        os.close(self._wake_fd)
-        self._wake_fd = -1
+        with self._lock:
+            os.close(self._wake_fd)
+            self._wake_fd = -1
 
     def _use_device(self) -> None:
         """Make the device's context this thread's: UCX registers and copies in the current one.
