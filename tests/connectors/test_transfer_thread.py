@@ -13,12 +13,13 @@ import numpy as np
 import pytest
 
 from diptych.connectors.transports.base import Endpoint, ReadFailure, ReadState, Runs
-from diptych.connectors.transports.choose import open_transports
+from diptych.connectors.transports.choose import TransportSettings, open_transports
 from diptych.connectors.transports.links import LinkState
 from diptych.connectors.transports.memory import HostMemory
 from diptych.connectors.transports.orders import ReadOrder, ReadResult
 from diptych.connectors.transports.thread import TransferThread
 from diptych.errors import ConfigError
+from tests.certificates import files_of, make_certificates
 from tests.connectors.test_transports import WITHOUT_NIXL
 from tests.connectors.transport_pair import (
     MIB,
@@ -28,6 +29,7 @@ from tests.connectors.transport_pair import (
     running_source,
     shuffled,
 )
+from tests.connectors.transport_source import pattern
 
 POOL = 16 * MIB
 ALL = ["shm", "tcp", "grpc"] if WITHOUT_NIXL else ["nixl", "shm", "tcp", "grpc"]
@@ -247,6 +249,45 @@ def test_results_wake_whoever_asked(source: Source) -> None:
     assert worker.thread.counters.reads_done == 1
     assert worker.thread.counters.bytes_read == MIB
     worker.thread.close()
+
+
+class Staged(HostMemory):
+    """As a device's: its bytes are copied to be sent, each megabyte as one piece."""
+
+    view = None  # type: ignore[assignment]
+
+    def __init__(self, array: np.ndarray) -> None:
+        super().__init__(array)
+        self.view = None  # type: ignore[assignment]
+
+    def load(self, offset: int, target: memoryview) -> None:
+        target[:] = self.array[offset : offset + len(target)].data
+
+
+def test_what_tls_has_decrypted_already_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Records of 16 KB go into runs of 2,000 bytes: no descriptor tells of what is left of one."""
+    monkeypatch.setattr("diptych.connectors.transports.tcp._TURN_BYTES", 1000)
+    make_certificates(tmp_path)
+    settings = TransportSettings(tls=files_of(tmp_path))
+    source = TransferThread(open_transports(["tcp"], settings), Staged(pattern(POOL)), "source")
+    memory = HostMemory(np.zeros(POOL, np.uint8))
+    reader = TransferThread(open_transports(["tcp"], settings), memory, "reader")
+    try:
+        endpoint = source.start()
+        reader.start()
+        reader.connect("p", endpoint)
+        runs = Runs.of([(at, at, 2000) for at in range(0, 206_000, 2000)])
+        deadline_s = time.monotonic() + 20
+        results: list[ReadResult] = []
+        reader.read(ReadOrder(read_id="r", peer_id="p", runs=runs, deadline_s=deadline_s))
+        until(lambda: results.extend(reader.take_results()) or results)
+        assert results[0].state is ReadState.DONE
+        np.testing.assert_array_equal(memory.array[:206_000], pattern(POOL)[:206_000])
+    finally:
+        reader.close()
+        source.close()
 
 
 def test_closing_leaves_no_read_no_thread_and_no_descriptor(source: Source) -> None:

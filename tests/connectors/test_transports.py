@@ -2,6 +2,7 @@
 
 import contextlib
 import importlib.util
+import select
 import signal
 import socket
 import threading
@@ -25,7 +26,15 @@ from diptych.connectors.transports.memory import HostMemory
 from diptych.connectors.transports.nixl import NixlTransport, check_ucx_tls
 from diptych.connectors.transports.shm import ShmTransport, _map
 from diptych.connectors.transports.tcp import TcpTransport
-from diptych.connectors.transports.tcp_wire import HELLO_BYTES, WELCOME, TlsFiles
+from diptych.connectors.transports.tcp_wire import (
+    ANSWER,
+    HELLO_BYTES,
+    MAGIC,
+    REQUEST,
+    RUN,
+    WELCOME,
+    TlsFiles,
+)
 from diptych.errors import ConfigError, TransferError
 from tests.certificates import files_of, make_certificates
 from tests.connectors.transport_pair import (
@@ -354,6 +363,36 @@ def test_a_port_in_use_is_named() -> None:
         with pytest.raises(ConfigError, match=f"{port}: the port is in use"):
             transport.offer()
         transport.close()
+
+
+def test_a_source_owes_what_it_was_asked_for_though_its_turn_is_over(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A turn may end between two answers; the reader has no reason to say anything more."""
+    monkeypatch.setattr("diptych.connectors.transports.tcp_server._TURN_BYTES", 1)
+    source = Reader(TcpTransport(), MIB)
+    offer = source.transport.offer()
+    host, _, port = offer.address.rpartition(":")
+    with socket.create_connection((host, int(port)), 60) as connection:
+        requests = [REQUEST.pack(number, 0, 1) + RUN.pack(0, 64) for number in range(20)]
+        connection.sendall(MAGIC + offer.token + b"".join(requests))
+        wanted = len(WELCOME) + 20 * (ANSWER.size + 64)
+        connection.setblocking(False)
+        received = bytearray()
+
+        def take() -> bool:
+            # as the thread does: a turn only where a descriptor asks for one
+            if select.select(source.transport.waitables(), [], [], 0)[0]:
+                source.transport.progress()
+            with contextlib.suppress(BlockingIOError):
+                received.extend(connection.recv(1 << 16))
+            return len(received) == wanted
+
+        end_s = time.monotonic() + 20
+        while not take():
+            assert time.monotonic() < end_s, f"{len(received)} of {wanted} bytes came"
+            time.sleep(0.001)
+    source.close()
 
 
 def test_rubbish_does_not_hurt_a_source(sources: dict[str, Source]) -> None:

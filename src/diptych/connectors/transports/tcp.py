@@ -166,11 +166,15 @@ class TcpTransport(Transport):
         ready = dict(self._epoll.poll(0))
         if self._server is not None:
             self._server.progress(ready)
-        for fd in ready.keys() & self._peers.keys():
-            self._turn(self._peers[fd])
+        for fd, peer in list(self._peers.items()):
+            if fd in ready or peer.stopped_early:
+                self._turn(peer)
 
     def waitables(self) -> list[int]:
         return [self._epoll.fileno()]
+
+    def tick_s(self) -> float | None:
+        return 0.0 if any(peer.stopped_early for peer in self._peers.values()) else None
 
     def close(self) -> None:
         if self._epoll.closed:
@@ -205,6 +209,8 @@ class TcpPeer(Peer):
         super().__init__(endpoint)
         self.why = ""
         self.fd = -1
+        # the rest may lie in TLS's own buffer, of which no descriptor tells
+        self.stopped_early = False
         self._wire: Wire | None = None
         self._stall_s = stall_s
         self._heard_s = time.monotonic()
@@ -289,6 +295,7 @@ class TcpPeer(Peer):
             received += count
             self._took(count)
             self._ask()
+        self.stopped_early = received >= _TURN_BYTES
         now = time.monotonic()
         if received or not self._left:
             self._heard_s = now

@@ -108,7 +108,8 @@ class TcpServer:
                 _log.warning("a reader over TCP is cut off: %s", error)
             self._drop(client)
             return
-        wanted = (0 if client.full else select.EPOLLIN) | (select.EPOLLOUT if client.out else 0)
+        owes = select.EPOLLOUT if client.owes else 0
+        wanted = (0 if client.full else select.EPOLLIN) | owes
         self._epoll.modify(client.wire.fileno(), wanted)
 
     def _drop(self, client: _Client) -> None:
@@ -136,6 +137,11 @@ class _Client:
     @property
     def full(self) -> bool:
         return len(self._queued) >= _MAX_QUEUED
+
+    @property
+    def owes(self) -> bool:
+        """Whether answers are left to send: the budget may have ended between two of them."""
+        return bool(self.out or self._queued)
 
     def take_requests(self, token: bytes) -> None:
         while not self.full:
