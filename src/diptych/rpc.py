@@ -60,6 +60,8 @@ CHANNEL_OPTIONS = [
 ]
 # A channel without a call lets its connection go. One that is closed, too, stays connected, and
 # connects again, until its last call is freed: calls are in cycles, freed only by the collector.
+# Letting go forgets the connection and ends it only where no call is left to be freed: a server
+# of such channels ends those without a call itself (`RpcServer`, `idle_s`).
 _IDLE_MS = 2_000
 
 
@@ -77,6 +79,7 @@ class RpcServer:
 
     `async with` starts and stops it. Health starts as NOT_SERVING; `set_serving` changes it.
     `port` is known once bound; services that must know it are added between `bind` and `start`.
+    With `idle_s` a connection ends once it has carried no call for that long.
     """
 
     def __init__(
@@ -86,11 +89,15 @@ class RpcServer:
         services: Sequence[Service] = (),
         *,
         stop_grace_s: float = 1.0,
+        idle_s: float | None = None,
     ) -> None:
         self.host = host
         self.port = port
         self._services = list(services)
         self._stop_grace_s = stop_grace_s
+        self._options = list(SERVER_OPTIONS)
+        if idle_s is not None:
+            self._options.append(("grpc.max_connection_idle_ms", round(1000 * idle_s)))
         self._health = health.aio.HealthServicer()
         self._server: Any = None
 
@@ -105,7 +112,7 @@ class RpcServer:
         Raises:
             ConfigError: the address cannot be bound; the message names the port.
         """
-        server = grpc.aio.server(interceptors=[ErrorInterceptor()], options=SERVER_OPTIONS)
+        server = grpc.aio.server(interceptors=[ErrorInterceptor()], options=self._options)
         self.port = _bind(server, self.host, self.port)
         self._server = server
 

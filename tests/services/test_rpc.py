@@ -6,6 +6,7 @@ import asyncio
 import logging
 import socket
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -50,9 +51,9 @@ class FailingWorker(worker_pb2_grpc.WorkerServicer):
         raise self.error
 
 
-def served(worker: FailingWorker, port: int = 0) -> RpcServer:
+def served(worker: FailingWorker, port: int = 0, idle_s: float | None = None) -> RpcServer:
     add = worker_pb2_grpc.add_WorkerServicer_to_server
-    return RpcServer("127.0.0.1", port, [Service(NAME, add, worker)])
+    return RpcServer("127.0.0.1", port, [Service(NAME, add, worker)], idle_s=idle_s)
 
 
 async def error_of_call(error: Exception) -> grpc.RpcError:
@@ -162,3 +163,37 @@ async def test_a_port_in_use_is_named() -> None:
     async with served(FailingWorker()) as first:
         with pytest.raises(errors.ConfigError, match=f"{first.port}.*in use"):
             await served(FailingWorker(), first.port).start()
+
+
+def num_connections(port: int) -> int:
+    """That the port's end has not closed."""
+    tables = [Path(f"/proc/self/net/{name}") for name in ("tcp", "tcp6")]
+    rows = [row.split() for table in tables for row in table.read_text().splitlines()[1:]]
+    open_states = ("01", "08")  # established, and closed by the other end alone
+    return sum(row[1].endswith(f":{port:04X}") and row[3] in open_states for row in rows)
+
+
+async def test_a_connection_ends_though_a_call_of_its_closed_channel_is_not_freed() -> None:
+    """Calls are in cycles: the collector may free one minutes after its channel was closed."""
+    worker = FailingWorker(errors.DrainingError("draining"))
+    async with served(worker, idle_s=1.0) as server:
+        async with open_channel(server.address) as channel:
+            call = worker_pb2_grpc.WorkerStub(channel).GetInfo(worker_pb2.GetInfoRequest())
+            with pytest.raises(grpc.RpcError):
+                await call
+            assert num_connections(server.port) == 1
+        async with asyncio.timeout(60):
+            while num_connections(server.port):
+                await asyncio.sleep(0.1)
+    assert call.done()
+
+
+async def test_a_connection_with_a_call_does_not_end() -> None:
+    worker = FailingWorker()
+    async with served(worker, idle_s=0.5) as server, open_channel(server.address) as channel:
+        call = worker_pb2_grpc.WorkerStub(channel).GetInfo(worker_pb2.GetInfoRequest())
+        await asyncio.wait_for(worker.began.wait(), 60)
+        await asyncio.sleep(2)
+        assert num_connections(server.port) == 1
+        assert not call.done()
+        call.cancel()

@@ -29,6 +29,8 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 _SERVICE = "diptych.v1.Worker"
+# Whoever uses a worker holds a stream to it: a connection without a call is one that was left.
+_IDLE_S = 3.0
 
 
 class Stopped(Exception):
@@ -153,7 +155,7 @@ class WorkerProcess:
         Raises:
             EngineDeadError: the engine died.
         """
-        server = RpcServer(self._config.host, self._config.port)
+        server = RpcServer(self._config.host, self._config.port, idle_s=_IDLE_S)
         server.bind()
         identity = self._identity(admin, server)
         metrics = WorkerMetrics(self._metrics_registry, identity.model, identity.worker_id)
