@@ -241,6 +241,24 @@ def test_who_only_asks_maps_no_pool(node: Node) -> None:
     client.close()
 
 
+def test_clients_of_one_process_share_their_connection(node: Node) -> None:
+    def num_connections() -> int:
+        port = f":{int(node.address.rpartition(':')[2]):04X}"
+        tables = [Path(f"/proc/self/net/{name}").read_text() for name in ("tcp", "tcp6")]
+        rows = [row.split() for table in tables for row in table.splitlines()[1:]]
+        return sum(row[2].endswith(port) and row[3] == "01" for row in rows)
+
+    first, second = patient(node.address), patient(node.address)
+    assert first.exists_many([key()]) == [False]
+    before = num_connections()
+    assert before
+    assert second.exists_many([key()]) == [False]
+    assert num_connections() == before
+    first.close()
+    assert second.exists_many([key()]) == [False]
+    second.close()
+
+
 def test_an_object_that_exists_is_not_written_again(client: StoreClient) -> None:
     name = key()
     [first] = put(client, {name: b"first"})

@@ -40,8 +40,9 @@ _BATCH_BYTES = 256 << 20
 # Without bytes behind them keys go in larger batches: what a node takes at once.
 _BATCH_KEYS = 4096
 
+# Clients of one process share their connection to a node: those of an engine's scheduler and of its
+# worker, of which the scheduler's may ask for the first time after hours.
 _CHANNEL_OPTIONS = [
-    ("grpc.use_local_subchannel_pool", 1),
     ("grpc.enable_http_proxy", 0),
     ("grpc.initial_reconnect_backoff_ms", 100),
     # of an attempt: less, and a node that gets no time to run for so long is never reached
