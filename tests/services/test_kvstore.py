@@ -1,6 +1,7 @@
 """The store as its users meet it: a node in a process of its own, and clients that talk to it."""
 
 import contextlib
+import gc
 import os
 import signal
 import socket
@@ -611,6 +612,35 @@ def test_a_store_that_dies_in_the_middle_fails_fast_and_wrong_bytes_never_pass(
         with pytest.raises(TransferError, match="does not answer"):
             client.exists_many(names)
         assert time.monotonic() - started < 30.0, "a deadline of 60 s was waited for"
+        client.close()
+
+
+def num_pools_mapped() -> int:
+    """Of any node, by this process."""
+    names = [os.path.join("/proc/self/fd", fd) for fd in os.listdir("/proc/self/fd")]
+    links = [os.readlink(name) for name in names if os.path.lexists(name)]
+    return sum("memfd:diptych-kv" in link for link in links)
+
+
+@pytest.mark.parametrize("way", ["put", "get"])
+def test_the_pool_of_a_store_that_died_is_not_mapped_until_garbage_is_collected(way: str) -> None:
+    before = num_pools_mapped()
+    with running_node() as node:
+        client, name = patient(node.address, transport="memory"), key()
+        put(client, {name: b"bytes"})
+        assert num_pools_mapped() == before + 1
+        node.process.kill()
+        node.process.wait()
+        gc.collect()
+        gc.disable()
+        try:
+            if way == "put":
+                assert put(client, {key(): b"x"})[0].outcome is Outcome.UNAVAILABLE
+            else:
+                assert get(client, [name])[0][0].outcome is Outcome.UNAVAILABLE
+            assert num_pools_mapped() == before
+        finally:
+            gc.enable()
         client.close()
 
 

@@ -252,6 +252,9 @@ class StoreClient:
             except OutOfTimeError:
                 return None
             except grpc.RpcError as error:
+                # one of a call begun ahead is that call: its frames hold the call, and the session
+                # with a pool that would stay mapped until a collection finds the cycle
+                error.with_traceback(None)
                 if error.code() is grpc.StatusCode.FAILED_PRECONDITION:
                     with self._lock:
                         self._drop_session()
