@@ -20,11 +20,11 @@ from diptych.connectors.base import KVLayout
 from diptych.connectors.direct_attempt import TakenPrompt
 from diptych.connectors.direct_given import GivenPrompt, GivenPrompts
 from diptych.connectors.direct_messages import TO_DECODE, HandoffMessage
+from diptych.connectors.direct_peers import DirectPeers
 from diptych.connectors.direct_reports import DirectReports
 from diptych.connectors.direct_settings import DirectSettings
 from diptych.connectors.direct_taken import TakenPrompts
 from diptych.connectors.kv_checksums import Checksums
-from diptych.connectors.link_retries import LinkRetries
 from diptych.connectors.peer_reads import (
     PeerReads,
     RankCard,
@@ -33,9 +33,7 @@ from diptych.connectors.peer_reads import (
     geometry_of,
 )
 from diptych.connectors.transports.choose import open_transports
-from diptych.connectors.transports.links import LinkState
 from diptych.connectors.transports.memory import DeviceMemory, HostMemory
-from diptych.connectors.transports.orders import LinkReport
 from diptych.connectors.transports.thread import TransferThread
 from diptych.engine.control_messages import (
     Control,
@@ -46,15 +44,12 @@ from diptych.engine.control_messages import (
     ToControl,
 )
 from diptych.engine.control_port import ControlPort
-from diptych.errors import DiptychError, TransferError
+from diptych.errors import DiptychError
 from diptych.fault_points import reach
 
 _log = logging.getLogger(__name__)
 
 _JOIN_S = 10.0
-_LINK_LOOK_S = 0.02
-# how soon a link that was lost is noticed though nothing is read
-_IDLE_LOOK_S = 1.0
 
 
 class DirectDriver:
@@ -84,20 +79,13 @@ class DirectDriver:
         """
         self.reports = DirectReports(monotonic)
         self._settings = settings
-        self._layout = layout
-        self._reads_peers = reads_peers
         self._monotonic = monotonic
         self._geometry = geometry_of(layout)
         self._lock = threading.Lock()
         self._commands: deque[Callable[[], None]] = deque()
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._port: ControlPort | None = None
-        self._cards: dict[str, list[RankCard]] = {}
-        self._links: dict[str, PeerLink] = {}
         self._figures = HandoffFigures()
-        self._retries = LinkRetries(monotonic)
-        # in this turn: what the transfer thread says of them is old
-        self._just_connected: set[str] = set()
         self._closing = False
         names = settings.transport_names
         self._transfer = TransferThread(
@@ -113,6 +101,14 @@ class DirectDriver:
             os.close(self._wake_fd)
             raise
         self._reads = PeerReads(self._transfer, self._geometry, "")
+        self._peers = DirectPeers(
+            self._reads,
+            self._transfer,
+            self._tell_link,
+            monotonic,
+            geometry=self._geometry,
+            reads_peers=reads_peers,
+        )
         self._given = GivenPrompts(
             settings,
             self.reports,
@@ -128,10 +124,10 @@ class DirectDriver:
             self._send,
             self._reads,
             monotonic,
-            knows=lambda peer: peer in self._cards,
-            granule=self._granule,
-            source_block=self._source_block,
-            relink=self._connect,
+            knows=self._peers.__contains__,
+            granule=self._peers.granule,
+            source_block=self._peers.source_block,
+            relink=self._peers.connect,
             checksums=checksums,
             stores=stores,
         )
@@ -140,6 +136,7 @@ class DirectDriver:
     def start(self, kv_namespace: str) -> bytes:
         """Begin; returns this engine's cards for its peers (`peer_reads.encode_cards`)."""
         self._reads = PeerReads(self._transfer, self._geometry, kv_namespace)
+        self._peers.use(self._reads)
         self._taken.use(self._reads)
         self._thread.start()
         card = RankCard(
@@ -254,7 +251,7 @@ class DirectDriver:
             self._guarded(partial(self._taken.read_ended, result))
         self._guarded(self._given.tick)
         self._guarded(self._taken.tick)
-        self._look_at_links()
+        self._guarded(self._peers.tick)
         self._tell_figures()
 
     def _tell_figures(self) -> None:
@@ -292,12 +289,8 @@ class DirectDriver:
             os.eventfd_read(self._wake_fd)
 
     def _sleep_ms(self) -> int | None:
-        times = [self._given.next_at_s(), self._taken.next_at_s(), self._retries.next_at_s()]
+        times = [self._given.next_at_s(), self._taken.next_at_s(), self._peers.next_at_s()]
         now = self._monotonic()
-        if any(not link.usable and not link.failure for link in self._links.values()):
-            times.append(now + _LINK_LOOK_S)
-        elif any(link.usable for link in self._links.values()):
-            times.append(now + _IDLE_LOOK_S)
         known = [time_s - now for time_s in times if time_s is not None]
         return max(0, math.ceil(min(known) * 1e3)) if known else None
 
@@ -312,7 +305,7 @@ class DirectDriver:
             if isinstance(message, Control):
                 self._take_message(message.peer, HandoffMessage.decode(message.body))
             elif isinstance(message, PeerUp):
-                self._meet(message.peer, decode_cards(message.cards))
+                self._peers.meet(message.peer, decode_cards(message.cards))
             elif isinstance(message, PeerDown):
                 self._part(message.peer)
         except DiptychError as error:
@@ -330,82 +323,11 @@ class DirectDriver:
         if self._port is not None:
             self._port.send(Control(peer, message.encode()))
 
-    # --- peers
-
-    def _meet(self, peer: str, cards: list[RankCard]) -> None:
-        self._cards[peer] = cards
-        if self._reads_peers:
-            self._connect(peer)
-
-    def _connect(self, peer: str) -> None:
-        """Test the link to a peer, unless it works; in vain where its KV is of no use here."""
-        if peer not in self._cards:
-            return
-        self._just_connected.add(peer)
-        try:
-            self._reads.connect(peer, self._cards[peer])
-        except TransferError as error:
-            self._tell_link(PeerLink(peer, False, failure=error.message))
-            return
-        if peer not in self._links or not self._links[peer].usable:
-            self._tell_link(PeerLink(peer, False))
-
     def _part(self, peer: str) -> None:
         self._given.peer_gone(peer)
         self._taken.peer_gone(peer, "the prefill worker is gone")
-        self._reads.disconnect(peer)
-        self._cards.pop(peer, None)
-        self._links.pop(peer, None)
-        self._retries.forget(peer)
-
-    def _look_at_links(self) -> None:
-        """Say what became of the tests, and of links that worked."""
-        if not self._links:
-            return
-        for peer in self._retries.take_due():
-            self._connect(peer)
-        reports = self._transfer.links()
-        for peer, known in list(self._links.items()):
-            if peer in self._just_connected:
-                continue
-            ranks = self._reads.source_ranks(peer)
-            links = [reports.get(f"{peer}/{rank}") for rank in ranks]
-            now = _summary(peer, [link for link in links if link is not None])
-            if now is None or now == known:
-                continue
-            self._tell_link(now)
-            if now.usable:
-                self._retries.forget(peer)
-            else:
-                self._retries.failed(peer)
-        self._just_connected.clear()
+        self._peers.part(peer)
 
     def _tell_link(self, link: PeerLink) -> None:
-        self._links[link.peer] = link
         if self._port is not None:
             self._port.send(link)
-
-    def _granule(self, peer: str) -> int:
-        theirs = [card.geometry.block_size for card in self._cards.get(peer, [])]
-        return math.lcm(self._layout.block_size, *theirs)
-
-    def _source_block(self, peer: str) -> int:
-        """Its checksums are of whole tokens: comparable where one rank holds what we hold."""
-        cards = self._cards.get(peer, [])
-        if len(cards) != 1:
-            return 0
-        theirs, ours = cards[0].geometry, self._geometry
-        alike = (theirs.heads, theirs.layers, theirs.axes) == (ours.heads, ours.layers, ours.axes)
-        return theirs.block_size if alike else 0
-
-
-def _summary(peer: str, links: list[LinkReport]) -> PeerLink | None:
-    """All ranks of a peer as one; None while a test runs."""
-    for link in links:
-        if link.state is LinkState.DOWN:
-            why = "; ".join(f"{name}: {text}" for name, text in link.failures.items())
-            return PeerLink(peer, False, failure=why or "the connection was lost")
-    if not links or any(link.state is LinkState.TESTING for link in links):
-        return None
-    slowest = min(links, key=lambda link: link.bandwidth_gb_per_s)
-    return PeerLink(peer, True, slowest.transport, round(slowest.bandwidth_gb_per_s, 2))

@@ -14,6 +14,7 @@ from typing import Protocol
 
 from diptych.connectors.base import HandedOver
 from diptych.connectors.direct_attempt import ReadRange, Taken, TakenPrompt
+from diptych.connectors.direct_deadlines import PULLING, TakenDeadlines
 from diptych.connectors.direct_messages import HandoffMessage
 from diptych.connectors.direct_reports import Arrival, DirectReports
 from diptych.connectors.direct_settings import DirectSettings
@@ -28,11 +29,9 @@ from diptych.connectors.transports.base import ReadState
 
 _log = logging.getLogger(__name__)
 
-_PULLING = (State.RESERVED, State.READING)
-_LISTENING = (*_PULLING, State.VALIDATING)
+_LISTENING = (*PULLING, State.VALIDATING)
 _WAITING = (State.IDLE, State.OFFERED, State.DEFERRED)
 _LOST = (State.ASKING, State.REFUSED)
-_RENEWALS_PER_LEASE = 4
 # KV is here within a fraction of this after COMMIT; where it is slower, steps go on as ever
 _ARRIVAL_S = 20e-3
 # and within this over NVLink: waiting for it costs others less than one more step costs who waits
@@ -83,7 +82,7 @@ class TakenPrompts:
         self._send = send
         self._reads = reads
         self._monotonic = monotonic
-        self._knows = knows
+        self._deadlines = TakenDeadlines(settings, knows)
         self._granule = granule
         self._source_block = source_block
         self._relink = relink
@@ -172,7 +171,7 @@ class TakenPrompts:
             return
         number = int(index)
         bit, part = 1 << number, entry.ranges[number]
-        pulling = entry.machine.state in _PULLING
+        pulling = entry.machine.state in PULLING
         if result.state is not ReadState.DONE:
             entry.why = f"a read failed: {(result.failure or result.state).value} {result.detail}"
         part.ended = result.state is not ReadState.QUARANTINED
@@ -199,65 +198,32 @@ class TakenPrompts:
         """Deadlines, repetitions and renewals."""
         now = self._monotonic()
         for entry in list(self._taken.values()):
-            event = self._late(entry, now)
-            if event is not None:
-                self._step(entry, event)
+            deadline = self._deadlines.of(entry)
+            if deadline is not None and now >= deadline.at_s:
+                entry.why = deadline.why
+                self._step(entry, deadline.event)
                 continue
             state = entry.machine.state
             if state is State.VALIDATING and now >= entry.repeat_at_s:
                 entry.repeat_at_s = now + self._settings.repeat_s
                 self._step(entry, Event.REPEAT)
             if state in _LISTENING and now >= entry.renew_at_s:
-                entry.renew_at_s = now + self._renew_s
+                entry.renew_at_s = now + self._deadlines.renew_s
                 self._step(entry, Event.RENEW_DUE)
 
     def next_at_s(self) -> float | None:
         """When `tick` has something to do; None: never."""
         times = []
         for entry in self._taken.values():
-            state = entry.machine.state
-            if state is State.OFFERED:
-                times.append(entry.offered_s + self._start_s(entry))
-            elif state is State.DEFERRED:
-                times.append(entry.announced_s + self._settings.reserve_s)
-            elif state in _LISTENING:
+            if (deadline := self._deadlines.of(entry)) is not None:
+                times.append(deadline.at_s)
+            if entry.machine.state in _LISTENING:
                 times.append(entry.renew_at_s)
-            if state in _PULLING:
-                times.append(entry.heard_s + self._settings.silence_s)
-            if state is State.VALIDATING:
-                times += [entry.repeat_at_s, entry.validating_s + self._settings.verdict_s]
+            if entry.machine.state is State.VALIDATING:
+                times.append(entry.repeat_at_s)
         return min(times, default=None)
 
     # --- inside
-
-    @property
-    def _renew_s(self) -> float:
-        settings = self._settings
-        return min(settings.lease_s, settings.silence_s) / _RENEWALS_PER_LEASE
-
-    def _start_s(self, entry: Taken) -> float:
-        """How long prefill may take to begin. One that is not met is soon given up: it was gone
-        before the request came, and nobody will say so again."""
-        ttl_s = entry.prompt.ttl_s
-        return ttl_s if self._knows(entry.prompt.peer) else min(ttl_s, self._settings.silence_s)
-
-    def _late(self, entry: Taken, now: float) -> Event | None:
-        """The deadline that has passed, if any."""
-        settings, state = self._settings, entry.machine.state
-        if state is State.OFFERED and now >= entry.offered_s + self._start_s(entry):
-            met = self._knows(entry.prompt.peer)
-            entry.why = "prefill did not begin in time" if met else "there is no way to prefill"
-            return Event.TICKET_END
-        if state is State.DEFERRED and now >= entry.announced_s + settings.reserve_s:
-            entry.why = "there was no room in time"
-            return Event.DEFER_DEADLINE
-        if state is State.VALIDATING and now >= entry.validating_s + settings.verdict_s:
-            entry.why = "no verdict came in time"
-            return Event.VERDICT_DEADLINE
-        if state in _PULLING and now >= entry.heard_s + settings.silence_s:
-            entry.why = "the prefill worker was silent too long"
-            return Event.READ_DEADLINE
-        return None
 
     def _announced(self, entry: Taken, message: HandoffMessage) -> None:
         fresh = message.epoch == entry.machine.epoch and message.number > entry.machine.number
@@ -352,7 +318,7 @@ class TakenPrompts:
 
     def _post(self, entry: Taken) -> None:
         """Begin the reads that the machine has as begun."""
-        if entry.machine.state not in _PULLING or entry.latest is None:
+        if entry.machine.state not in PULLING or entry.latest is None:
             return
         for number, part in enumerate(entry.ranges):
             if part.posted or not entry.machine.reading >> number & 1:
@@ -387,7 +353,7 @@ class TakenPrompts:
         """A range is here; the last of all counts once all are, and are right."""
         if entry.committed is None or number != len(entry.ranges) - 1:
             self._step(entry, Event.READ_OK, block=1 << number)
-        if entry.machine.state not in _PULLING or entry.committed is None:
+        if entry.machine.state not in PULLING or entry.committed is None:
             return
         last = len(entry.ranges) - 1
         if not all(part.here for part in entry.ranges) or entry.machine.have >> last & 1:
