@@ -7,7 +7,8 @@ from collections.abc import Iterable
 
 from prometheus_client import Counter
 
-from diptych.services.router.route import Obstacle, RoutableWorker
+from diptych.services.router.routable import RoutableWorker
+from diptych.services.router.ways import Obstacle
 
 logger = logging.getLogger(__name__)
 

@@ -32,16 +32,9 @@ from diptych.services.router.membership import Members
 from diptych.services.router.metrics import RouterMetrics
 from diptych.services.router.paces import Paces
 from diptych.services.router.picker import Option, Picker, PickRequest
-from diptych.services.router.route import (
-    Attempt,
-    HandoffWays,
-    Outcome,
-    Released,
-    RequestRoute,
-    Role,
-    Stage,
-    Step,
-)
+from diptych.services.router.routable import Role
+from diptych.services.router.route import Attempt, Outcome, Released, RequestRoute, Stage, Step
+from diptych.services.router.ways import HandoffWays
 from diptych.services.router.worker_link import WorkerLink
 from diptych.wire import commit_to_proto, sampling_to_proto
 

@@ -18,7 +18,7 @@ from diptych.services.router.dispatch import Dispatcher
 from diptych.services.router.membership import Members
 from diptych.services.router.metrics import RouterMetrics
 from diptych.services.router.prompts import ChatPrompt, Prompt, TextPrompt
-from diptych.services.router.route import Role
+from diptych.services.router.routable import Role
 from diptych.text.output_processor import OutputDelta, RequestState
 from diptych.text.processor import ProcessedRequest, Processor
 

@@ -36,9 +36,8 @@ from diptych.services.router.metrics import RouterMetrics
 from diptych.services.router.paces import Paces
 from diptych.services.router.picker import LeastTime
 from diptych.services.router.request_ids import InternalIds
-from diptych.services.router.route import HandoffWays, StoreOnly
 from diptych.services.router.served import Served
-from diptych.services.router.ways import Auto, Direct
+from diptych.services.router.ways import Auto, Direct, HandoffWays, StoreOnly
 from diptych.services.router.worker_link import LinkTimes, WorkerLink
 from diptych.text.chat_template import ChatTemplate
 from diptych.text.no_tokenizer import NoTokenizer

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import AsyncExitStack, asynccontextmanager
 
 from diptych.registry import Registry, Watch, WorkerRecord
-from diptych.services.router.route import Role
+from diptych.services.router.routable import Role
 from diptych.services.router.worker_link import WorkerLink
 from diptych.tasks import end_task
 

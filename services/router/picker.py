@@ -9,7 +9,8 @@ from typing import Protocol
 
 from diptych.clock import Clock
 from diptych.services.router.paces import Paces
-from diptych.services.router.route import Role, Stage
+from diptych.services.router.routable import Role
+from diptych.services.router.route import Stage
 
 # of a link that was not tested: slower than any that was
 _UNTESTED_GB_PER_S = 0.25

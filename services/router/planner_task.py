@@ -9,7 +9,7 @@ from diptych.services.router.main import Background, RouterParts
 from diptych.services.router.membership import Members
 from diptych.services.router.planner import PoolLoad
 from diptych.services.router.planner_loop import PlannerLoop
-from diptych.services.router.route import Role
+from diptych.services.router.routable import Role
 from diptych.services.router.scalers import make_scaler
 
 _ROLES = {"prefill": Role.PREFILL, "decode": Role.DECODE}

@@ -11,27 +11,15 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from diptych.connectors.store_settings import NAME as STORE_CONNECTOR
 from diptych.engine.request import FinishReason, KVCommit, TokenLogprobs
+from diptych.services.router.routable import Role, RoutableWorker
+from diptych.services.router.ways import HandoffWays, Obstacle, StoreOnly
 
 MAX_FAILURES = 5
 MAX_PAIR_FAILURES = 2
-
-
-class Role(enum.IntEnum):
-    """What a worker is for; the numbers are those of `diptych.v1.Role`."""
-
-    UNSPECIFIED = 0
-    PREFILL = 1
-    DECODE = 2
-    AGGREGATED = 3
-
-    @classmethod
-    def _missing_(cls, value: object) -> Role:
-        """A role of a later version: such a worker gets no requests."""
-        return cls.UNSPECIFIED
 
 
 class Stage(enum.Enum):
@@ -45,58 +33,6 @@ class Stage(enum.Enum):
     """Do all that is left on one worker."""
     PAIR = "pair"
     """Prefill and decode at once: decode reads the KV from prefill as it is computed."""
-
-
-class RoutableWorker(Protocol):
-    """What routing needs to know of a worker. `key` is new with every incarnation."""
-
-    @property
-    def key(self) -> str: ...
-    @property
-    def role(self) -> Role: ...
-    @property
-    def kv_namespace(self) -> str: ...
-    @property
-    def incarnation(self) -> str: ...
-    @property
-    def direct(self) -> bool:
-        """Whether its memory can be read, or it can read another's."""
-        ...
-
-    @property
-    def stores(self) -> bool:
-        """Whether its KV can go through a store, or come from one."""
-        ...
-
-    def reads(self, incarnation: str) -> float | None:
-        """GB/s of its link to that worker; None until the link has passed its test."""
-        ...
-
-
-class Obstacle(enum.Enum):
-    """Why a decode worker does not read a prefill worker's memory."""
-
-    NOT_WANTED = "not wanted"
-    """`handoff` is `store`."""
-    PREFILL_NOT_DIRECT = "prefill not direct"
-    DECODE_NOT_DIRECT = "decode not direct"
-    NO_LINK = "no link"
-    """Their link did not pass its test, or not yet."""
-
-
-class HandoffWays(Protocol):
-    """How KV may get from a prefill to a decode worker."""
-
-    def obstacle(self, prefill: RoutableWorker, decode: RoutableWorker) -> Obstacle | None:
-        """Why this decode worker does not read this prefill worker's memory; None where it does."""
-        ...
-
-
-class StoreOnly:
-    """Every hand-off goes through the store."""
-
-    def obstacle(self, prefill: RoutableWorker, decode: RoutableWorker) -> Obstacle | None:
-        return Obstacle.NOT_WANTED
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,7 +28,8 @@ from diptych.errors import (
 from diptych.proto import worker_pb2, worker_pb2_grpc
 from diptych.rpc import PROTOCOL_VERSION, error_from_rpc, open_channel
 from diptych.services.router.frames import read_frame
-from diptych.services.router.route import Entry, Role
+from diptych.services.router.routable import Role
+from diptych.services.router.route import Entry
 
 logger = logging.getLogger(__name__)
 

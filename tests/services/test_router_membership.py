@@ -16,7 +16,7 @@ from diptych.config import RedisConfig
 from diptych.embedded_redis import EmbeddedRedis
 from diptych.registry import Heartbeat, Registry, WorkerRecord
 from diptych.services.router.membership import Members, registry_membership
-from diptych.services.router.route import Role
+from diptych.services.router.routable import Role
 from diptych.services.router.worker_link import WorkerLink
 from tests.services.fake_worker import DECODE, PREFILL, FakeWorker
 from tests.services.router_fixture import TIMES, until

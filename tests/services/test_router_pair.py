@@ -12,18 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from diptych.engine.request import FinishReason, KVCommit
-from diptych.services.router.route import (
-    Attempt,
-    Entry,
-    Obstacle,
-    Outcome,
-    RequestRoute,
-    Role,
-    RoutableWorker,
-    Stage,
-    Step,
-)
-from diptych.services.router.ways import Auto, Direct
+from diptych.services.router.routable import Role, RoutableWorker
+from diptych.services.router.route import Attempt, Entry, Outcome, RequestRoute, Stage, Step
+from diptych.services.router.ways import Auto, Direct, Obstacle
 
 
 @dataclass(frozen=True)

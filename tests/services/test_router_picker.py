@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from diptych.clock import SystemClock
 from diptych.services.router.paces import FIRST_S_PER_TOKEN, Paces
 from diptych.services.router.picker import LeastTime, Option, PickRequest
-from diptych.services.router.route import Role, Stage
+from diptych.services.router.routable import Role
+from diptych.services.router.route import Stage
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from diptych.engine.request import FinishReason, KVCommit, KVObject, TokenLogprobs
-from diptych.services.router.route import Entry, Outcome, RequestRoute, Role, Stage
+from diptych.services.router.routable import Role
+from diptych.services.router.route import Entry, Outcome, RequestRoute, Stage
 
 PAGE = KVObject(key=b"k" * 32, start_token=0, end_token=5, checksum=1, num_bytes=9)
 COMMIT = KVCommit(
