@@ -25,7 +25,6 @@ from diptych.errors import (
     UnavailableError,
 )
 from diptych.fault_points import reach
-from diptych.proto import worker_pb2
 from diptych.services.router.declined import Declined
 from diptych.services.router.inbox import Inbox
 from diptych.services.router.membership import Members
@@ -34,9 +33,9 @@ from diptych.services.router.paces import Paces
 from diptych.services.router.picker import Option, Picker, PickRequest
 from diptych.services.router.routable import Role
 from diptych.services.router.route import Attempt, Outcome, Released, RequestRoute, Stage, Step
+from diptych.services.router.submission import Submission
 from diptych.services.router.ways import HandoffWays
 from diptych.services.router.worker_link import WorkerLink
-from diptych.wire import commit_to_proto, sampling_to_proto
 
 logger = logging.getLogger(__name__)
 
@@ -256,7 +255,13 @@ class Dispatcher:
         links = [link] if partner is None else [link, partner]
         if stage in (Stage.PREFILL, Stage.PAIR):
             job.prefill_incarnation = link.info.incarnation
-        messages = [self._message(job, attempt, each, links) for each in links]
+        messages = Submission(
+            request=job.request,
+            attempt=attempt,
+            links=links,
+            prefill_incarnation=job.prefill_incarnation,
+            deadline=job.deadline,
+        ).messages(self._tickets, self._clock)
         job.links = {each.key: each for each in links}
         num_tokens = len(job.request.prompt_token_ids) + job.route.num_tokens
         job.before_token_1 = link.num_tokens_in_flight + num_tokens
@@ -277,41 +282,6 @@ class Dispatcher:
             return min(refusals, key=lambda r: not isinstance(r.error, InvalidRequestError))
         self._metrics.attempts.labels(stage=attempt.stage.value).inc()
         return None
-
-    def _message(
-        self, job: _Job, attempt: Attempt, link: WorkerLink, links: list[WorkerLink]
-    ) -> worker_pb2.SubmitRequest:
-        """What one of the attempt's workers is told."""
-        request = job.request
-        peer = next((each.peer for each in links if each is not link), None)
-        is_prefill = attempt.stage in (Stage.PREFILL, Stage.PAIR) and link is links[0]
-        return worker_pb2.SubmitRequest(
-            ticket=self._ticket(job, attempt, links),
-            prompt_token_ids=request.prompt_token_ids,
-            output_token_ids=attempt.output_token_ids,
-            sampling=sampling_to_proto(request.sampling_params),
-            eos_token_ids=request.eos_token_ids,
-            priority=request.priority,
-            cache_salt=request.cache_salt,
-            tenant=request.tenant,
-            handoff_out=is_prefill,
-            handoff_in=None if attempt.commit is None else commit_to_proto(attempt.commit),
-            handoff_peer=peer,
-        )
-
-    def _ticket(self, job: _Job, attempt: Attempt, links: list[WorkerLink]) -> worker_pb2.Ticket:
-        """One for each Submit: every one has a nonce of its own."""
-        by_role = {link.role: link.info.incarnation for link in links}
-        prefill = by_role.get(Role.PREFILL, "")
-        if attempt.stage is Stage.DECODE:
-            prefill = job.prefill_incarnation
-        return self._tickets.issue(
-            job.request.request_id,
-            epoch=attempt.epoch,
-            ttl_ms=max(1, int((job.deadline - self._clock.monotonic()) * 1000)),
-            prefill_incarnation=prefill,
-            decode_incarnation=by_role.get(Role.DECODE, by_role.get(Role.AGGREGATED, "")),
-        )
 
     async def _follow(self, job: _Job, attempt: Attempt) -> AsyncGenerator[Step, None]:
         """Steps of one attempt until it finishes, hands over or is lost."""
