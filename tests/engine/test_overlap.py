@@ -224,6 +224,17 @@ def test_kv_that_comes_while_the_device_has_nothing_is_in_the_next_step() -> Non
     assert driver.clients["b"].output == expected_output(PROMPT, 8)
 
 
+def test_token_1_of_a_hand_off_goes_out_before_the_next_prompt_is_launched() -> None:
+    driver = OverlapDriver(connector=FakeConnector(), max_num_batched_tokens=len(PROMPT))
+    out = KVTransferParams(do_remote_decode=True)
+    driver.add(make_request("a", PROMPT, transfer=out), make_request("b", PROMPT[1:], transfer=out))
+    assert driver.step() == {"a": len(PROMPT)}
+    assert not driver.clients["a"].output
+    assert driver.step() == {}
+    assert driver.clients["a"].output == expected_output(PROMPT, 1)
+    assert driver.step() == {"b": len(PROMPT) - 1}
+
+
 def test_a_failure_found_while_aborting_is_reported_by_the_next_step() -> None:
     connector, executor = FakeConnector(), FakeExecutor(fail_at=1)
     core = EngineCore(

@@ -8,8 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from diptych import LLM, SamplingParams
+from diptych.connectors.kv_checksums import TorchChecksums
+from diptych.connectors.plan_geometry import PoolGeometry, Span
 from tests.engine.mixed_steps import PARAMS, run_mixed_steps
 from tests.engine.runner_driver import RunnerDriver
 from tests.tiny_models import make_tiny_model
@@ -68,4 +71,18 @@ def test_a_served_workload_compiles_nothing(
         params = [PARAMS[i % len(PARAMS)].replace(max_tokens=1 + i % 50) for i in range(90)]
         llm.generate(prompts, params, use_tqdm=False)
         llm.generate(prompts[:1], SamplingParams(max_tokens=5, logprobs=2), use_tqdm=False)
+    assert compiled == []
+
+
+def test_checksums_of_hand_offs_compile_nothing(compiled: list[str]) -> None:
+    """Whatever the length: a number of tokens is no constant of the kernel."""
+    pool = torch.zeros(40, 8, 4, 2, 64, 128, dtype=torch.bfloat16, device="cuda")
+    geometry = PoolGeometry(
+        num_blocks=40, block_size=64, heads=Span(0, 8), layers=Span(0, 4), atom_bytes=256
+    )
+    checksums = TorchChecksums(pool, geometry)
+    assert compiled
+    compiled.clear()
+    for end in (1, 16, 64, 65, 2048, 2049):
+        checksums.begin(list(range(40)), 0, end, 64)()
     assert compiled == []

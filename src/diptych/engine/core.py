@@ -182,6 +182,10 @@ class EngineCore:
         ):
             self._await_expected(self._flight)
             computed = self._settle()
+            if self._scheduler.has_handed_off:
+                # a prompt takes milliseconds to launch: the token that was sampled, and the word
+                # that KV is there, go first
+                return computed
         begun = self._begin() if self._scheduler.has_requests else None
         computed |= self._settle()
         self._flight = begun

@@ -73,6 +73,8 @@ class Scheduler:
         self._short_of_blocks = False
         # since the last step was chosen: a request whose KV has come
         self.has_loaded = False
+        # and one whose prompt was handed over: others wait for what is to be said of it
+        self.has_handed_off = False
 
     # --- what comes in
 
@@ -156,7 +158,7 @@ class Scheduler:
         """Choose the next step. Without anything to compute it only serves the connector."""
         step = self._in_flight.begin()
         preemptions = self._counters.num_preemptions
-        self._short_of_blocks = self.has_loaded = False
+        self._short_of_blocks = self.has_loaded = self.has_handed_off = False
         budget = self._schedule_running(step, self._max_tokens)
         if self._counters.num_preemptions == preemptions and not self._short_of_blocks:
             self._schedule_waiting(step, budget)
@@ -397,6 +399,7 @@ class Scheduler:
             self._finish(request, request.status)
         elif request.is_handoff:
             self._finish(request, RequestStatus.FINISHED_HANDED_OFF)
+            self.has_handed_off = True
 
     def _discard_step(self, request: SchedulerRequest, num_valid_tokens: int) -> None:
         """A load that this step relied on has failed: compute from what is valid."""
