@@ -24,6 +24,7 @@ from diptych.connectors.direct_peers import DirectPeers
 from diptych.connectors.direct_reports import DirectReports
 from diptych.connectors.direct_settings import DirectSettings
 from diptych.connectors.direct_taken import TakenPrompts
+from diptych.connectors.direct_times import HandoffTimes
 from diptych.connectors.kv_checksums import Checksums
 from diptych.connectors.peer_reads import (
     PeerReads,
@@ -86,6 +87,7 @@ class DirectDriver:
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._port: ControlPort | None = None
         self._figures = HandoffFigures()
+        self._given_times = HandoffTimes()
         self._closing = False
         names = settings.transport_names
         self._transfer = TransferThread(
@@ -165,9 +167,13 @@ class DirectDriver:
         token_id: int,
         num_cached_tokens: int,
     ) -> None:
-        self._command(
-            lambda: self._given.done(request_id, num_tokens, block_ids, token_id, num_cached_tokens)
-        )
+        began_s = self._monotonic()
+
+        def done() -> None:
+            self._given.done(request_id, num_tokens, block_ids, token_id, num_cached_tokens)
+            self._given_times.add("computed to COMMIT", self._monotonic() - began_s)
+
+        self._command(done)
 
     def preempted(self, request_id: str) -> None:
         self._command(lambda: self._given.preempted(request_id))
@@ -207,8 +213,11 @@ class DirectDriver:
             taken.num_corrupt,
             given.num_ignored + taken.num_ignored,
         )
+        if times := self._given_times.summary():
+            _log.info("given hand-offs, medians: %s", times)
         if times := taken.times.summary():
-            _log.info("received hand-offs, medians: %s", times)
+            taken_in = self.reports.times.summary()
+            _log.info("received hand-offs, medians: %s, %s", times, taken_in)
         with self._lock:
             os.close(self._wake_fd)
             self._wake_fd = -1

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from diptych.connectors.base import HandedOver, KVConnectorOutput
+from diptych.connectors.direct_times import HandoffTimes
 from diptych.engine.request import KVCommit
 
 
@@ -30,6 +31,8 @@ class DirectReports:
         self._output = KVConnectorOutput()
         self._announced: set[str] = set()
         self._arrivals: dict[str, Arrival] = {}
+        self._received_s: list[float] = []
+        self.times = HandoffTimes()
 
     def announced(self, request_id: str) -> None:
         """Its KV is being computed: blocks may be reserved."""
@@ -79,6 +82,7 @@ class DirectReports:
         with self._lock:
             self._output.finished_recving.add(request_id)
             self._output.handed_over[request_id] = handed_over
+            self._received_s.append(self._monotonic())
             self._news.notify_all()
 
     def left_to_store(self, request_id: str, handed_over: HandedOver) -> None:
@@ -120,4 +124,7 @@ class DirectReports:
         """All since the last call."""
         with self._lock:
             output, self._output = self._output, KVConnectorOutput()
+            for received_s in self._received_s:
+                self.times.add("valid to taken in", self._monotonic() - received_s)
+            self._received_s.clear()
         return output
