@@ -37,6 +37,7 @@ _ACK_EVERY_FRAMES = 16
 _FIRST_BACKOFF_S = 0.05
 _MAX_BACKOFF_S = 1.0
 _LINK_POLL_S = 0.1
+_MAX_CANCELS_KEPT = 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,6 +96,7 @@ class WorkerLink:
         self._on_change = on_change
         self._running: dict[str, _Running] = {}
         self._cancels: dict[str, int] = {}
+        self._cancels_sent: dict[str, int] = {}  # the last ones, on this stream and before
         self._peers: dict[str, worker_pb2.HandoffPeer] = {}
         self._peers_sent: set[str] = set()
         self._readable: dict[str, float] = {}
@@ -378,6 +380,9 @@ class WorkerLink:
     async def _write(self, call: Any) -> None:
         """Send cancels and peers at once, acknowledgements with them or when many frames came."""
         self._peers_sent = set()
+        # what went into a stream that broke may not have come out of it
+        self._cancels = {**self._cancels_sent, **self._cancels}
+        self._cancels_sent.clear()
         while True:
             self._wake.clear()
             if self._peers.keys() != self._peers_sent:
@@ -385,20 +390,24 @@ class WorkerLink:
                 peers = worker_pb2.HandoffPeers(peers=self._peers.values())
                 await call.write(worker_pb2.RouterMessage(handoff_peers=peers))
             if self._cancels:
-                cancels, self._cancels = self._cancels, {}
-                await call.write(
-                    worker_pb2.RouterMessage(
-                        cancel=worker_pb2.Cancel(
-                            request_ids=list(cancels), epochs=list(cancels.values())
-                        )
-                    )
-                )
+                await self._write_cancels(call)
             if self._last_sequence > self._acked_sequence:
                 self._acked_sequence = self._last_sequence
                 await call.write(
                     worker_pb2.RouterMessage(ack=worker_pb2.Ack(sequence=self._last_sequence))
                 )
             await self._wake.wait()
+
+    async def _write_cancels(self, call: Any) -> None:
+        cancels, self._cancels = self._cancels, {}
+        self._cancels_sent |= cancels
+        for request_id in list(self._cancels_sent)[:-_MAX_CANCELS_KEPT]:
+            del self._cancels_sent[request_id]
+        await call.write(
+            worker_pb2.RouterMessage(
+                cancel=worker_pb2.Cancel(request_ids=list(cancels), epochs=list(cancels.values()))
+            )
+        )
 
     async def _keep_polling(self) -> None:
         """Ask for the worker's state; a worker that is silent for too long is lost."""
@@ -439,6 +448,7 @@ class WorkerLink:
             self._last_sequence = self._acked_sequence = 0
             self._greeted_incarnation = ""
             self._cancels.clear()
+            self._cancels_sent.clear()
         changed = info.draining != self.info.draining or info.role != self.info.role
         self.info, self.load = info, info.load
         self._readable = {k.incarnation: k.gb_per_s for k in info.handoff_links if not k.failure}

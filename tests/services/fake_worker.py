@@ -27,6 +27,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         self.submits: list[worker_pb2.SubmitRequest] = []
         self.num_asked = 0  # for its state
         self.cancels: list[tuple[str, int]] = []
+        self.deaf = False  # what the router says to its streams does not arrive
         self.refuse: grpc.StatusCode | None = None
         self.pause_at: int | None = None  # position before which every request waits
         self.resume = asyncio.Event()
@@ -151,6 +152,8 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
 
     async def _read(self, messages: Any) -> None:
         async for message in messages:
+            if self.deaf:
+                continue
             if message.HasField("handoff_peers"):
                 self.peers = [peer.incarnation for peer in message.handoff_peers.peers]
             if message.HasField("cancel"):

@@ -157,6 +157,26 @@ async def test_a_broken_stream_is_resumed_and_nothing_is_computed_twice(model: P
         assert len(worker.submits) == 1
 
 
+async def test_a_cancel_that_went_into_a_stream_that_broke_is_said_again(model: Path) -> None:
+    """Else the worker would compute for nobody, and hold its blocks meanwhile."""
+    worker = FakeWorker("a1", AGGREGATED, tiny_script(model))
+    worker.pause_at = 0
+    async with running_router(model, [worker]) as router:
+        asking = asyncio.create_task(
+            router.session.post(f"{router.url}{PATH}", json=BODY).__aenter__()
+        )
+        await until(lambda: worker.running)
+        worker.deaf = True
+        asking.cancel()
+        await until(lambda: _is_idle(router))
+        await asyncio.sleep(0.1)  # it is on its way by now; if it is not, nothing is lost
+        assert worker.running
+        worker.deaf = False
+        await worker.break_streams()
+        await until(lambda: worker.cancels)
+        await until(lambda: not worker.running)
+
+
 async def test_a_worker_that_restarts_gets_its_requests_again(model: Path) -> None:
     script = tiny_script(model)
     worker = FakeWorker("a1", AGGREGATED, script)
