@@ -21,11 +21,12 @@ from diptych.engine.control_messages import (
     PeerUp,
     ToControl,
 )
-from diptych.errors import DeadlineError
+from diptych.errors import DeadlineError, InvalidRequestError, StaleTicketError
 from diptych.proto import worker_pb2, worker_pb2_grpc
 from diptych.rpc import PROTOCOL_VERSION, open_channel
 from diptych.worker import peers
 from diptych.worker.peers import PeerStreams, PeerTimes
+from tests.services.test_worker_service import error_of
 from tests.services.worker_fakes import FakeEngine, FakeInfo, Served, router_of, serve, until
 
 pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("one_event_loop")]
@@ -105,6 +106,27 @@ async def test_a_request_with_an_unknown_peer_opens_a_stream_to_it() -> None:
             await router.submit("r", handoff_peer=peer)
             await until(lambda: prefill.engine.heard)
         assert decode.engine.requests["r#1"].kv_transfer_params.reads_peer
+
+
+async def test_only_who_a_ticket_names_is_met() -> None:
+    """Whoever cannot sign cannot have a worker call addresses, or fill its places for peers."""
+    keys = TicketKeys.drawn()
+    async with (
+        worker("p") as prefill,
+        worker("d", "decode", keys=keys) as decode,
+        router_of(decode, keys=keys) as router,
+    ):
+        router.worker = "d1"
+        peer = worker_pb2.HandoffPeer(worker_id="p", incarnation="p1", address=prefill.address)
+        forged = router.request("r", handoff_peer=peer)
+        forged.ticket.epoch += 1
+        assert isinstance(await error_of(router.stub.Submit(forged)), StaleTicketError)
+        other = router.request("r", handoff_peer=peer)
+        other.handoff_peer.incarnation = "p2"
+        caught = await error_of(router.stub.Submit(other))
+        assert (type(caught), caught.param) == (InvalidRequestError, "handoff_peer")
+        assert not decode.servicer._peers._calls
+        assert not decode.engine.requests
 
 
 async def test_links_that_were_tested_are_told_to_routers() -> None:

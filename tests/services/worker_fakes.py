@@ -217,9 +217,10 @@ class FakeRouter:
     def request(
         self, request_id: str, epoch: int = 1, ttl_ms: int = 60_000, **more: Any
     ) -> worker_pb2.SubmitRequest:
-        ticket = self.issuer.issue(
-            request_id, epoch=epoch, ttl_ms=ttl_ms, decode_incarnation=self.worker
-        )
+        peer = more["handoff_peer"].incarnation if "handoff_peer" in more else ""
+        ours, theirs = ("prefill", "decode") if more.get("handoff_out") else ("decode", "prefill")
+        incarnations = {f"{ours}_incarnation": self.worker, f"{theirs}_incarnation": peer}
+        ticket = self.issuer.issue(request_id, epoch=epoch, ttl_ms=ttl_ms, **incarnations)
         fields: dict[str, Any] = {
             "prompt_token_ids": [1, 2, 3],
             "sampling": common_pb2.SamplingParams(seed=1, max_tokens=8),

@@ -106,8 +106,9 @@ def _direct(message: worker_pb2.SubmitRequest) -> KVTransferParams:
             "a request reads its KV from a peer or loads it, not both", param="handoff_peer"
         )
     peer, ticket = message.handoff_peer, message.ticket
-    if not peer.incarnation:
-        raise InvalidRequestError("the peer has no incarnation", param="handoff_peer")
+    vouched = ticket.decode_incarnation if message.handoff_out else ticket.prefill_incarnation
+    if not peer.incarnation or peer.incarnation != vouched:
+        raise InvalidRequestError("the peer is not the ticket's", param="handoff_peer")
     return KVTransferParams(
         epoch=ticket.epoch,
         do_remote_decode=message.handoff_out,

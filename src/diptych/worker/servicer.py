@@ -244,14 +244,18 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
             raise CapacityError(f"worker {self._identity.worker_id} has a full queue")
         owned = Owned(ticket.request_id, ticket.epoch, ticket.router_incarnation)
         parsed = parse_submit(request, owned.engine_id, self._limits)
-        if request.HasField("handoff_peer"):
-            self._meet(request)
+        meets = request.HasField("handoff_peer")
+        if meets and not self._peers.direct:
+            raise UnavailableError(f"worker {self._identity.worker_id} hands nothing over directly")
         # last, so that a repeat of this ticket is told that the first was accepted
         admitted = self._tickets.admit(ticket)
         reach("worker.admitted")
         older = self._table.add(owned, queued_until_s=admitted.deadline_s)
         if older is not None:
             self._abort([older])
+        if meets and not request.handoff_out:
+            # of a direct hand-off the decode worker opens the stream; to whom, the ticket vouches
+            self._peers.want([request.handoff_peer])
         try:
             await self._engine.submit(parsed)
         except BaseException:
@@ -259,13 +263,6 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
             if self._table.remove(owned.engine_id) is not None:
                 self._abort([owned])
             raise
-
-    def _meet(self, request: worker_pb2.SubmitRequest) -> None:
-        """Have a stream to the other half of a direct hand-off; the decode worker opens it."""
-        if not self._peers.direct:
-            raise UnavailableError(f"worker {self._identity.worker_id} hands nothing over directly")
-        if not request.handoff_out:
-            self._peers.want([request.handoff_peer])
 
     async def _write(self, hello: worker_pb2.Hello, context: Any) -> None:
         async with contextlib.aclosing(self._hub.attach(hello, self.load())) as frames:
