@@ -38,9 +38,15 @@ class Load:
 
 @dataclass
 class FakeConnector(KVConnectorScheduler):
-    """Loads what a commit names, or `available` tokens of any prompt; saves hand-offs."""
+    """Loads what a commit names, or `available` tokens of any prompt; saves hand-offs.
+
+    A request computes the first `beside` of the tokens found itself. With `reloads` a preempted one
+    loads again.
+    """
 
     available: int = 0
+    beside: int = 0
+    reloads: bool = False
     is_async: bool = True
     loads: dict[str, Load] = field(default_factory=dict)
     sending: set[str] = field(default_factory=set)
@@ -56,28 +62,38 @@ class FakeConnector(KVConnectorScheduler):
     def is_expecting(self) -> bool:
         return self.expects
 
+    def request_preempted(self, request: RequestView) -> bool:
+        return self.reloads
+
     def is_read(self, request_id: str) -> bool:
         return request_id in self.read_by_peers
 
     def get_num_new_matched_tokens(
-        self, request: RequestView, num_computed_tokens: int
+        self, request: RequestView, num_computed_tokens: int, num_pending_tokens: int = 0
     ) -> tuple[int, bool]:
+        have = min(self._num_available(request), len(request.prompt_token_ids))
+        found = have - num_computed_tokens
+        return (found, self.is_async) if found > 0 else (0, False)
+
+    def _num_available(self, request: RequestView) -> int:
         params = request.kv_transfer_params
         commit = params.commit if params is not None else None
-        have = commit.num_tokens if commit is not None else self.available
-        found = min(have, len(request.prompt_token_ids)) - num_computed_tokens
-        return (found, self.is_async) if found > 0 else (0, False)
+        return commit.num_tokens if commit is not None else self.available
+
+    def num_computed_beside(self, request: RequestView) -> int:
+        params = request.kv_transfer_params
+        return 0 if params is not None and params.commit is not None else self.beside
 
     def update_state_after_alloc(
         self, request: RequestView, block_ids: list[int], num_external_tokens: int
     ) -> None:
         if num_external_tokens:
-            start = request.num_computed_tokens
+            end = min(self._num_available(request), len(request.prompt_token_ids))
             self.loads[request.request_id] = Load(
                 list(request.prompt_token_ids),
                 list(block_ids),
-                start,
-                start + num_external_tokens,
+                end - num_external_tokens,
+                end,
             )
 
     def build_connector_meta(
@@ -96,9 +112,14 @@ class FakeConnector(KVConnectorScheduler):
         self.aborted.append(request_id)
 
 
+# What a load that has not ended may have written already.
+TORN = -1
+
+
 @dataclass
 class FakeTransfers:
-    """The worker half: transfers end when the test says so."""
+    """The worker half: transfers end when the test says so. Until then a load writes something else
+    than KV, at any time, and a step that writes there as well is a bug."""
 
     executor: FakeExecutor
     connector: FakeConnector
@@ -108,10 +129,9 @@ class FakeTransfers:
     def finish_load(self, request_id: str, num_valid_tokens: int | None = None) -> None:
         load = self.connector.loads.pop(request_id)
         end = load.end if num_valid_tokens is None else num_valid_tokens
-        row = Row(load.token_ids, len(load.token_ids), load.block_ids)
         names = prefix_names(load.token_ids)
-        for position in range(load.start, min(end, len(load.token_ids))):
-            self.executor.slots[self.executor._slot(row, position)] = names[position]
+        for position, slot in zip(range(load.start, load.end), self._slots(load), strict=True):
+            self.executor.slots[slot] = names[position] if position < end else TORN
         self.report.finished_recving.add(request_id)
         if num_valid_tokens is not None:
             self.report.failed_recving[request_id] = num_valid_tokens
@@ -122,11 +142,21 @@ class FakeTransfers:
         if commit is not None:
             self.report.commits[request_id] = commit
 
+    def _slots(self, load: Load) -> list[int]:
+        row = Row(load.token_ids, len(load.token_ids), load.block_ids)
+        return [self.executor._slot(row, position) for position in range(load.start, load.end)]
+
     def execute_model(self, step: SchedulerOutput) -> ModelRunnerOutput:
         if not self.connector.is_async:
             for request_id in list(self.connector.loads):
                 self.finish_load(request_id, self.sync_valid.get(request_id))
+        targets = [slot for load in self.connector.loads.values() for slot in self._slots(load)]
+        for slot in targets:
+            self.executor.slots[slot] = TORN
         output = self.executor.execute_model(step)
+        assert {self.executor.slots[slot] for slot in targets} <= {TORN}, (
+            "a step has written to where a load writes"
+        )
         output.kv_connector_output, self.report = self.report, KVConnectorOutput()
         return output
 

@@ -35,6 +35,13 @@ engines = st.fixed_dictionaries(
         "enable_prefix_caching": st.booleans(),
     }
 )
+# what a store has of any prompt, and what a request computes of that while the rest is loaded
+stores = st.builds(
+    FakeConnector,
+    available=st.sampled_from([0, 20, 1000]),
+    beside=st.sampled_from([0, 1, 7, 16, 30]),
+    reloads=st.booleans(),
+)
 actions = st.lists(
     st.one_of(
         st.tuples(
@@ -58,11 +65,14 @@ actions = st.lists(
 
 @pytest.mark.parametrize("make_driver", [Driver, OverlapDriver, FastLoadsDriver])
 @settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
-@given(config=engines, steps=actions)
+@given(config=engines, store=stores, steps=actions)
 def test_no_block_is_lost_and_every_answer_is_right(
-    make_driver: type[Driver], config: dict[str, object], steps: list[tuple[object, ...]]
+    make_driver: type[Driver],
+    config: dict[str, object],
+    store: FakeConnector,
+    steps: list[tuple[object, ...]],
 ) -> None:
-    engine = Engine(make_driver(connector=FakeConnector(), **config), {})
+    engine = Engine(make_driver(connector=store, **config), {})
     for name, *arguments in steps:
         ACTIONS[name](engine, *arguments)
     finish(engine)

@@ -190,9 +190,12 @@ class KVConnectorScheduler(ABC):
 
     @abstractmethod
     def get_num_new_matched_tokens(
-        self, request: RequestView, num_computed_tokens: int
+        self, request: RequestView, num_computed_tokens: int, num_pending_tokens: int = 0
     ) -> tuple[int | None, bool]:
         """Tokens beyond `num_computed_tokens` that the connector can bring, without side effects.
+
+        Args:
+            num_pending_tokens: prompt tokens of other requests that are to be computed.
 
         Returns:
             (tokens, asynchronous). Asynchronous loads park the request in WAITING_FOR_REMOTE_KVS
@@ -202,11 +205,21 @@ class KVConnectorScheduler(ABC):
             those behind it.
         """
 
+    def num_computed_beside(self, request: RequestView) -> int:
+        """Of the tokens that were just matched, asynchronously, the request computes the first so
+        many itself while the others are loaded; 0: it waits until all have come."""
+        return 0
+
     @abstractmethod
     def update_state_after_alloc(
         self, request: RequestView, block_ids: list[int], num_external_tokens: int
     ) -> None:
-        """Blocks for the request's tokens, external ones included, were allocated."""
+        """Blocks for the request's tokens, external ones included, were allocated.
+
+        Args:
+            num_external_tokens: of those that were matched, the last so many are wanted: all, but
+                for `num_computed_beside`.
+        """
 
     @abstractmethod
     def build_connector_meta(

@@ -100,7 +100,7 @@ class DirectScheduler(KVConnectorScheduler):
         return self._other.request_preempted(self._for_other(request))
 
     def get_num_new_matched_tokens(
-        self, request: RequestView, num_computed_tokens: int
+        self, request: RequestView, num_computed_tokens: int, num_pending_tokens: int = 0
     ) -> tuple[int | None, bool]:
         if request.request_id in self._taken:
             if not self._driver.reports.is_announced(request.request_id):
@@ -108,7 +108,14 @@ class DirectScheduler(KVConnectorScheduler):
             return request.num_tokens - num_computed_tokens, True
         if self._other is None:
             return 0, False
-        return self._other.get_num_new_matched_tokens(self._for_other(request), num_computed_tokens)
+        return self._other.get_num_new_matched_tokens(
+            self._for_other(request), num_computed_tokens, num_pending_tokens
+        )
+
+    def num_computed_beside(self, request: RequestView) -> int:
+        if self._other is None or request.request_id in self._taken:
+            return 0
+        return self._other.num_computed_beside(self._for_other(request))
 
     def update_state_after_alloc(
         self, request: RequestView, block_ids: list[int], num_external_tokens: int
@@ -183,8 +190,13 @@ class DirectScheduler(KVConnectorScheduler):
             self._driver.taken_released(request_id)
         elif request_id in self._held:
             self._driver.given_released(request_id)
-        elif self._other is not None:
-            self._other.abort(request_id)
+        else:
+            if request_id in self._given:  # what it has computed beside its load was announced
+                self._given.discard(request_id)
+                self._lapsed.discard(request_id)
+                self._driver.given_released(request_id)
+            if self._other is not None:
+                self._other.abort(request_id)
 
     def shutdown(self) -> None:
         self._driver.close()

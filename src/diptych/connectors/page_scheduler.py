@@ -23,6 +23,7 @@ class Tracked:
     num_local_tokens: int = 0
     found: list[KVObject] | None = None
     found_by_commit: bool = True
+    num_beside: int = 0  # of what was found, computed while the rest is loaded
     num_cached_tokens: int | None = None
     load_ordered: bool = False
     unsaved: list[PageObject] | None = None
@@ -53,7 +54,7 @@ class PageConnectorScheduler(KVConnectorScheduler):
         self._pending = _Pending()
 
     def get_num_new_matched_tokens(
-        self, request: RequestView, num_computed_tokens: int
+        self, request: RequestView, num_computed_tokens: int, num_pending_tokens: int = 0
     ) -> tuple[int | None, bool]:
         tracked = self._track(request)
         if tracked.num_cached_tokens is None:
@@ -73,8 +74,8 @@ class PageConnectorScheduler(KVConnectorScheduler):
         tracked = self._requests.get(request.request_id)
         if not num_external_tokens or tracked is None or not tracked.found:
             return
-        start = tracked.num_local_tokens
-        wanted = TokenRange(start, start + num_external_tokens)
+        end = self._usable_end(request, tracked.found)
+        wanted = TokenRange(end - num_external_tokens, end)
         tracked.load_ordered = True
         self._pending.loads.append(
             LoadOrder(

@@ -42,6 +42,9 @@ class ExpectedOutput:
         """
         tokens = sum(self.tokens(request) for request in loading)
         for request in running:
+            if request.beside is not None:
+                tokens += self.tokens(request)
+                continue
             unplanned = len(request.all_token_ids) - request.num_planned_tokens
             tokens += self.tokens(request) + max(0, unplanned)
         return -(-tokens // self._block_size)

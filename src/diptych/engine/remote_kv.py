@@ -7,6 +7,7 @@ still touch is quarantined until the connector reports the transfer's end.
 from __future__ import annotations
 
 import logging
+from typing import NamedTuple
 
 import msgspec
 
@@ -17,6 +18,7 @@ from diptych.connectors.base import (
     RequestView,
 )
 from diptych.engine.kv_cache_manager import KVCacheManager
+from diptych.engine.load_beside import LoadBeside
 from diptych.engine.outputs_builder import OutputsBuilder
 from diptych.engine.request import KVCommit
 from diptych.engine.scheduler_counters import SchedulerCounters
@@ -24,6 +26,20 @@ from diptych.engine.scheduler_request import RequestStatus, SchedulerRequest
 from diptych.engine.step import SchedulerOutput
 
 logger = logging.getLogger(__name__)
+
+
+class Match(NamedTuple):
+    """KV beyond the local hit that the connector can bring.
+
+    Attributes:
+        num_tokens: None: not known yet.
+        is_async: whether it takes time.
+        num_beside: the first so many of them the request computes itself meanwhile.
+    """
+
+    num_tokens: int | None = 0
+    is_async: bool = False
+    num_beside: int = 0
 
 
 class RemoteKV:
@@ -43,6 +59,7 @@ class RemoteKV:
         self._counters = counters
         self._namespace = namespace
         self.loading: dict[str, SchedulerRequest] = {}
+        self._beside: dict[str, SchedulerRequest] = {}
         self._saving: dict[str, SchedulerRequest] = {}
 
     @property
@@ -75,30 +92,48 @@ class RemoteKV:
         """Whether a peer may be reading what the request has computed so far."""
         return self._connector is not None and self._connector.is_read(request.request_id)
 
-    def match(self, request: SchedulerRequest, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """Tokens beyond the local hit that the connector can bring, and whether they take time;
-        None where that is not known yet."""
+    def match(
+        self, request: SchedulerRequest, num_computed_tokens: int, num_pending_tokens: int
+    ) -> Match:
+        """What the connector can bring beyond the local hit. `num_pending_tokens` of other requests
+        are to be computed."""
         if self._connector is None or request.remote_kv_tried or request.skip_reading_prefix_cache:
-            return 0, False
-        tokens, is_async = self._connector.get_num_new_matched_tokens(request, num_computed_tokens)
+            return Match()
+        tokens, is_async = self._connector.get_num_new_matched_tokens(
+            request, num_computed_tokens, num_pending_tokens
+        )
         if tokens is None:
-            return None, False
+            return Match(None)
         tokens = min(tokens, request.num_tokens - num_computed_tokens)
-        return (tokens, is_async) if tokens > 0 else (0, False)
+        if tokens <= 0:
+            return Match()
+        beside = self._connector.num_computed_beside(request) if is_async else 0
+        # a load of nothing would be none
+        return Match(tokens, is_async, min(beside, tokens - 1))
 
-    def start_load(self, request: SchedulerRequest, num_external_tokens: int) -> None:
-        """The request has its blocks: order the load."""
-        request.status = RequestStatus.WAITING_FOR_REMOTE_KVS
-        self.loading[request.request_id] = request
-        self.note_allocated(request, num_external_tokens)
+    def start_load(self, request: SchedulerRequest, match: Match) -> None:
+        """The request has its blocks: order the load of all but what it computes meanwhile."""
+        assert match.num_tokens is not None
+        if not match.num_beside:
+            request.status = RequestStatus.WAITING_FOR_REMOTE_KVS
+            self.loading[request.request_id] = request
+            self.note_allocated(request, match.num_tokens)
+            return
+        local = request.num_computed_tokens
+        request.beside = LoadBeside(local + match.num_beside, local + match.num_tokens)
+        self._beside[request.request_id] = request
+        self._order_load(request, match.num_tokens - match.num_beside)
 
     def note_allocated(self, request: SchedulerRequest, num_external_tokens: int) -> None:
         """The request has its blocks; its computed tokens are those of the local hit.
 
         A load is tried once, and once more after each preemption where the connector can.
         """
-        request.num_local_tokens = request.num_computed_tokens
         request.num_external_tokens = num_external_tokens
+        self._order_load(request, num_external_tokens)
+
+    def _order_load(self, request: SchedulerRequest, num_external_tokens: int) -> None:
+        request.num_local_tokens = request.num_computed_tokens
         request.remote_kv_tried = True
         if self._connector is not None:
             block_ids = self._kv.get_block_ids(request.request_id)[0]
@@ -145,6 +180,10 @@ class RemoteKV:
         self._counters.num_kv_corrupt += output.num_corrupt
         loaded = []
         for request_id in sorted(output.finished_recving):
+            if (beside := self._beside.pop(request_id, None)) is not None:
+                self._finish_beside(beside, output.failed_recving.get(request_id))
+                loaded.append(beside)
+                continue
             request = self.loading.pop(request_id, None)
             if request is not None and request_id in output.left_to_store:
                 self._unload(request)
@@ -176,15 +215,43 @@ class RemoteKV:
         if num_valid_tokens is None:
             num_valid_tokens = request.num_tokens
         else:
-            self._counters.num_kv_load_failures += 1
-            logger.warning(
-                "KV load of request %s failed: %d of %d tokens hold, the rest is computed",
-                request.request_id,
-                num_valid_tokens,
-                request.num_local_tokens + request.num_external_tokens,
-            )
+            asked = request.num_local_tokens + request.num_external_tokens
+            self._note_failure(request, num_valid_tokens, asked)
         request.num_computed_tokens = self._take_loaded(request, num_valid_tokens)
         self._kv.cache_blocks(request, request.num_computed_tokens)
+
+    def _finish_beside(self, request: SchedulerRequest, num_valid_tokens: int | None) -> None:
+        beside = request.beside
+        assert beside is not None, "whoever loads beside has a load until it ends"
+        if num_valid_tokens is None:
+            num_valid_tokens = beside.end
+        else:
+            self._note_failure(request, num_valid_tokens, beside.end)
+        beside.num_valid = min(max(beside.start, num_valid_tokens), beside.end)
+
+    def join(self, request: SchedulerRequest) -> None:
+        """Go on behind what was loaded beside, once that has ended and what comes before it is
+        computed: only now do the loaded tokens count, and have their blocks names."""
+        beside = request.beside
+        if beside is None or beside.num_valid is None:
+            return
+        if request.num_computed_tokens < beside.start:
+            return
+        request.beside = None
+        valid = min(beside.num_valid, request.num_tokens - 1)
+        self._counters.count_loaded(request, beside.start, valid)
+        request.num_computed_tokens = valid
+        request.note_cached_tokens(beside.start - request.num_local_tokens)
+        self._kv.cache_blocks(request, valid)
+
+    def _note_failure(self, request: SchedulerRequest, num_valid: int, num_asked: int) -> None:
+        self._counters.num_kv_load_failures += 1
+        logger.warning(
+            "KV load of request %s failed: %d of %d tokens hold, the rest is computed",
+            request.request_id,
+            num_valid,
+            num_asked,
+        )
 
     def _finish_save(self, request_id: str, commit: KVCommit | None) -> None:
         request = self._saving.pop(request_id, None)
@@ -210,8 +277,9 @@ class RemoteKV:
             self._report_commit(request, None)
 
     def _is_in_transfer(self, request: SchedulerRequest) -> bool:
-        if self.loading.pop(request.request_id, None) is not None:
-            return True
+        for loads in (self.loading, self._beside):
+            if loads.pop(request.request_id, None) is not None:
+                return True
         if self._connector is None:
             return False
         has_blocks = request.request_id in self._kv.req_to_blocks

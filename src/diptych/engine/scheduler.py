@@ -21,7 +21,7 @@ from diptych.engine.expected_output import ExpectedOutput
 from diptych.engine.kv_cache_manager import ComputedBlocks, KVCacheManager
 from diptych.engine.limits import check_request
 from diptych.engine.outputs_builder import OutputsBuilder
-from diptych.engine.remote_kv import RemoteKV
+from diptych.engine.remote_kv import Match, RemoteKV
 from diptych.engine.request import EngineCoreOutputs, EngineCoreRequest, SchedulerStats
 from diptych.engine.request_queue import OrderKey, RequestQueue, order_key
 from diptych.engine.scheduler_counters import SchedulerCounters
@@ -132,15 +132,10 @@ class Scheduler:
     @property
     def stats(self) -> SchedulerStats:
         """State now, counters since the start."""
-        pending = sum(
-            r.num_prompt_tokens - r.num_computed_tokens
-            for r in self._running
-            if r.num_computed_tokens < r.num_prompt_tokens
-        )
         return self._counters.stats(
             num_running=len(self._running),
             num_waiting=len(self._waiting) + len(self._remote.loading),
-            num_pending_tokens=pending + self._waiting.num_pending_tokens,
+            num_pending_tokens=self._num_pending_tokens,
             num_kv_blocks=self._kv.pool.num_blocks,
             num_free_kv_blocks=self._kv.pool.num_free,
         )
@@ -181,8 +176,11 @@ class Scheduler:
         self._kv.fence.complete(step.number)
         if transfers is not None:
             for loaded in self._remote.update(transfers):
-                self._admit_loaded(loaded)
                 self.has_loaded = True
+                if loaded.beside is not None:
+                    self._remote.join(loaded)
+                else:
+                    self._admit_loaded(loaded)
             for request_id, handed in transfers.left_to_store.items():
                 self._leave_to_store(request_id, handed)
             for request_id, why in transfers.failed_handoffs.items():
@@ -203,7 +201,7 @@ class Scheduler:
                 index += 1
                 continue
             start = request.num_planned_tokens
-            count = request.num_expected_tokens - start
+            count = request.num_computable_tokens - start
             if count > 1:
                 # one token stays for each behind, so that a long prompt stalls nobody's output
                 behind = len(self._running) - index - 1
@@ -227,11 +225,14 @@ class Scheduler:
 
         It is the latest (or least important) of those from place `first` on, which are not in this
         step yet; where a peer reads that one's KV, the latest that is as important and not read.
+        Whose blocks a load may be writing gives none; the one at `first` wants more, so it is not
+        such a one.
         """
-        request = self._running[-1]
+        able = [r for r in self._running[first:] if not r.is_loading_beside]
+        request = able[-1]
         if self._remote.is_read(request):
             by_priority = self._config.scheduling_policy == "priority"
-            for other in reversed(self._running[first:]):
+            for other in reversed(able):
                 if by_priority and other.priority != request.priority:
                     break
                 if not self._remote.is_read(other):
@@ -259,10 +260,13 @@ class Scheduler:
         self, step: SchedulerOutput, budget: int, unsettled: list[SchedulerRequest]
     ) -> None:
         growth: int | None = None
+        pending = self._num_pending_tokens
         while len(self._waiting) and self._num_placed < self.max_num_seqs:
             request = self._waiting.peek()
             computed = self._kv.get_computed_blocks(request)
-            external, is_async = self._remote.match(request, computed.num_tokens)
+            others = pending - request.num_pending_prompt_tokens
+            match = self._remote.match(request, computed.num_tokens, others)
+            external, is_async = match.num_tokens, match.is_async
             if external is None:
                 unsettled.append(self._waiting.pop())
                 continue
@@ -283,7 +287,7 @@ class Scheduler:
             self._waiting.pop()
             self._counters.count_admission(request, computed.num_tokens)
             if is_async:
-                self._admit_to_load(request, computed, external)
+                budget -= self._admit_to_load(step, request, computed, match, budget)
             else:
                 budget -= self._admit_to_compute(step, request, computed, external, budget)
             if growth is not None:
@@ -291,18 +295,40 @@ class Scheduler:
                 growth += self._expected.blocks(running, loading)
 
     @property
+    def _num_pending_tokens(self) -> int:
+        """Prompt tokens that are to be computed, of running and waiting requests."""
+        running = sum(request.num_pending_prompt_tokens for request in self._running)
+        return running + self._waiting.num_pending_tokens
+
+    @property
     def _num_placed(self) -> int:
         """Places taken: a request that loads has its place, so that nothing delays it after."""
         return len(self._running) + len(self._remote.loading)
 
     def _admit_to_load(
-        self, request: SchedulerRequest, computed: ComputedBlocks, external: int
-    ) -> None:
-        """Park the request with all its blocks and its next slot until its KV has arrived."""
-        slots = max(request.num_tokens, computed.num_tokens + external + 1)
-        self._kv.allocate_slots(request, slots, computed)
+        self,
+        step: SchedulerOutput,
+        request: SchedulerRequest,
+        computed: ComputedBlocks,
+        match: Match,
+        budget: int,
+    ) -> int:
+        """Give the request all its blocks and its next slot, and order the load: it is parked until
+        its KV has arrived, or computes the beginning of it; returns what that takes of the budget.
+        """
+        assert match.num_tokens is not None
+        slots = max(request.num_tokens, computed.num_tokens + match.num_tokens + 1)
+        blocks = self._kv.allocate_slots(request, slots, computed)
+        assert blocks is not None, "can_fit has promised the blocks"
         request.num_computed_tokens = computed.num_tokens
-        self._remote.start_load(request, external)
+        self._remote.start_load(request, match)
+        if request.beside is None:
+            return 0
+        self._enter_batch(request)
+        count = self._limited(match.num_beside, budget)
+        if count > 0:
+            self._put_in_step(step, request, count, blocks)
+        return max(0, count)
 
     def _admit_to_compute(
         self,
@@ -376,6 +402,8 @@ class Scheduler:
             self._cache_known(request, request.num_computed_tokens)
         elif request.num_computed_tokens % self._kv.block_size < count:
             self._cache_known(request, request.num_computed_tokens)
+        if request.beside is not None:
+            self._remote.join(request)
         request_id = request.request_id
         if output.prompt_logprobs and (part := output.prompt_logprobs.get(request_id)) is not None:
             request.keep_prompt_logprobs(part)
@@ -408,7 +436,8 @@ class Scheduler:
 
     def _enter_batch(self, request: SchedulerRequest) -> None:
         request.status = RequestStatus.RUNNING
-        request.note_cached_tokens()
+        if request.beside is None:
+            request.note_cached_tokens()
         bisect.insort(self._running, request, key=self._order_key)
 
     def _admit_loaded(self, request: SchedulerRequest) -> None:

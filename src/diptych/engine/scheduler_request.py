@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 
+from diptych.engine.load_beside import LoadBeside
 from diptych.engine.request import (
     EngineCoreRequest,
     FinishReason,
@@ -71,6 +72,7 @@ class SchedulerRequest:
         self.num_external_tokens = 0
         self.num_cached_tokens = -1
         self.remote_kv_tried = False
+        self.beside: LoadBeside | None = None
         self.in_batch = False
         self._transfer = request.kv_transfer_params
         self._least_tokens, self._most_tokens = _length_limits(request, max_model_len)
@@ -116,23 +118,40 @@ class SchedulerRequest:
     def needs_results(self) -> bool:
         """Whether its next step cannot be planned before those in flight have ended.
 
-        Its KV goes elsewhere, or a load that the step in flight relies on may have failed.
+        Its KV goes elsewhere, a load that the step in flight relies on may have failed, or it comes
+        to what is loaded beside and may go on behind.
         """
         if self._is_handoff and self.num_placeholders:
+            return True
+        if self.beside is not None and self.num_planned_tokens == self.beside.start:
             return True
         return bool(self.num_external_tokens and self.num_in_flight_tokens)
 
     @property
     def can_go_ahead(self) -> bool:
         """Whether it has a next step, as far as is known before those in flight have ended."""
+        if self.beside is not None and self.num_planned_tokens >= self.beside.start:
+            return False
         if self.num_in_flight_tokens == 0:
             return True
         expected = len(self.all_token_ids) + self.num_placeholders
         return expected < self._most_tokens and not self.needs_results
 
     @property
+    def num_computable_tokens(self) -> int:
+        """Of the expected tokens, those that may be computed before more KV has come."""
+        return self.num_expected_tokens if self.beside is None else self.beside.start
+
+    @property
     def num_pending_prompt_tokens(self) -> int:
-        return max(0, self.num_prompt_tokens - self.num_computed_tokens)
+        """Prompt tokens that are still to be computed here, as far as is known."""
+        loading = self.beside.end - self.beside.start if self.beside is not None else 0
+        return max(0, self.num_prompt_tokens - self.num_computed_tokens - loading)
+
+    @property
+    def is_loading_beside(self) -> bool:
+        """Whether a load may be writing its blocks while it computes."""
+        return self.beside is not None and self.beside.is_under_way
 
     @property
     def is_handoff(self) -> bool:
@@ -201,18 +220,22 @@ class SchedulerRequest:
             return False
         return True
 
-    def note_cached_tokens(self) -> None:
-        """Settle, at the first entry into the batch, how much of the prompt needed no computing.
+    def note_cached_tokens(self, num_own_tokens: int = 0) -> None:
+        """Settle, as soon as it is known, how much of the prompt needed no computing.
 
         A handed-over prompt was computed for this request: what counts is what the other side
         found cached.
+
+        Args:
+            num_own_tokens: of the tokens computed so far, those that this request computed.
         """
         if self.num_cached_tokens >= 0:
             return
         if self._transfer is not None and self._transfer.commit is not None:
             self.num_cached_tokens = self._transfer.commit.num_cached_tokens
         else:
-            self.num_cached_tokens = min(self.num_computed_tokens, self.num_prompt_tokens)
+            cached = self.num_computed_tokens - num_own_tokens
+            self.num_cached_tokens = min(cached, self.num_prompt_tokens)
 
     def take_over(self, token_id: int | None, num_cached_tokens: int) -> bool:
         """A peer has computed the prompt's KV and sampled a token after it; True if that ends the
@@ -224,6 +247,7 @@ class SchedulerRequest:
         """Forget all progress in computing, as preemption does; output tokens stay."""
         self.num_computed_tokens = 0
         self.in_batch = False
+        self.beside = None
         self._prompt_logprobs.clear()
 
     def keep_prompt_logprobs(self, part: TokenLogprobs) -> None:
