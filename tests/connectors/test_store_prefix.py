@@ -5,32 +5,31 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
-from diptych.config import EngineConfig
 from diptych.connectors.base import TransferRates
 from diptych.connectors.page_costs import LoadCosts
 from diptych.connectors.page_lookup import PrefixLookup
-from diptych.connectors.page_worker import PageConnectorWorker
-from diptych.connectors.store import ServiceStore
+from diptych.connectors.page_split import Prefix
 from diptych.connectors.store_scheduler import StoreScheduler
-from diptych.connectors.store_settings import StoreSettings
-from diptych.connectors.transfer_jobs import TransferLimits
-from diptych.engine.core import EngineCore
-from diptych.engine.executor import UniprocExecutor
-from diptych.engine.request import EngineCoreRequest, KVCommit, KVTransferParams
+from diptych.engine.request import KVCommit, KVTransferParams
 from diptych.errors import TransferError
 from diptych.proto import kvstore_pb2 as pb
 from tests.connectors.fakes import Request, make_layout
+from tests.connectors.store_engines import (
+    PROMPT,
+    MakeCore,
+    making_cores,
+    num_stored,
+    run,
+    until,
+)
 from tests.engine.make_requests import make_request
 from tests.services.test_kvstore import Node, control, running_node
 from tests.tiny_models import make_tiny_model
-
-PROMPT = [(7 * i) % 250 for i in range(200)]  # three pages and eight tokens
-
 
 # --- the question
 
@@ -55,13 +54,6 @@ class Answers:
 
     def close(self) -> None:
         return
-
-
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 def keys(*numbers: int) -> list[bytes]:
@@ -123,25 +115,38 @@ def test_a_store_that_fails_has_nothing() -> None:
 def test_the_cheaper_way_is_taken_at_measured_rates() -> None:
     now = [0.0]
     costs = LoadCosts(1000, lambda: now[0])
-    assert costs.should_load(1)  # nothing is known: a load measures itself
+
+    def loads(num_queued: int = 0) -> bool:
+        return costs.cut(Prefix(0, 500), (), num_queued) == 0
+
+    assert loads()  # nothing is known: a load measures itself
     costs.note(TransferRates(loaded_bytes=1_000_000, load_s=1.0, computed_tokens=100, compute_s=1))
-    assert costs.load_s(500) == pytest.approx(0.504)
-    assert costs.compute_s(500) == 5.0
-    assert costs.should_load(500)
-    # behind a long queue computing is sooner
-    assert not costs.should_load(500, num_queued=5000)
+    assert loads()
+    # 0.504 s to load and 5 s to compute; behind a long queue computing is sooner
+    assert loads(num_queued=4400)
+    assert not loads(num_queued=4500)
     costs.note(TransferRates(computed_tokens=100_000, compute_s=1.0))
     for _ in range(20):
         costs.note(TransferRates(computed_tokens=100_000, compute_s=1.0))
-    assert not costs.should_load(500)
+    assert not loads()
     now[0] = 31.0  # what was slow then may be fast by now
-    assert costs.should_load(500)
+    assert loads()
 
 
 def test_steps_of_a_few_tokens_do_not_count_as_a_rate() -> None:
     costs = LoadCosts(1000, lambda: 0.0)
-    costs.note(TransferRates(computed_tokens=3, compute_s=1.0))
-    assert costs.compute_s(10) is None
+    costs.note(TransferRates(loaded_bytes=1, load_s=1.0, computed_tokens=3, compute_s=0.001))
+    assert costs.cut(Prefix(0, 500), ()) == 0
+
+
+def test_a_store_as_fast_as_the_model_brings_half_while_the_other_half_is_computed() -> None:
+    costs = LoadCosts(1000, lambda: 0.0)
+    costs.note(TransferRates(loaded_bytes=500_000, load_s=1.0, computed_tokens=500, compute_s=1.0))
+    pages = range(64, 4096, 64)
+    assert costs.cut(Prefix(0, 4096), pages) == 2048
+    assert costs.cut(Prefix(0, 4096), pages, num_queued=1024) == 2560
+    # where others are to be computed as well, there is nothing to gain
+    assert costs.cut(Prefix(0, 4096, num_ahead=5000), pages) == 0
 
 
 # --- what is stored behind the step
@@ -174,13 +179,6 @@ def test_decode_stores_only_what_comes_after_the_prompt_it_was_given() -> None:
 # --- two engines and a node
 
 
-class AlwaysLoad(LoadCosts):
-    """A tiny model computes faster than any store."""
-
-    def should_load(self, num_tokens: int, num_queued: int = 0) -> bool:
-        return True
-
-
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_model(tmp_path_factory.mktemp("model"))
@@ -192,68 +190,10 @@ def node() -> Iterator[Node]:
         yield node
 
 
-MakeCore = Callable[..., EngineCore]
-
-
 @pytest.fixture
 def make_core(model: Path) -> Iterator[MakeCore]:
-    cores = []
-
-    def make(
-        node: Node | None, num_blocks: int = 80, lookup_timeout_s: float = 60.0, **flags: bool
-    ) -> EngineCore:
-        config = EngineConfig(
-            model=str(model),
-            num_kv_blocks=num_blocks,
-            max_model_len=400,
-            num_threads=1,
-            reserve_output=False,
-        )
-        if node is None:
-            cores.append(EngineCore(config, UniprocExecutor(config)))
-            return cores[-1]
-        settings = StoreSettings(kvstore=node.address)
-        limits = TransferLimits(trust_stored_s=10.0, transfer_timeout_s=60.0)
-        worker = PageConnectorWorker(
-            "StoreConnector", lambda: ServiceStore(settings.open(timeout_s=60.0)), limits
-        )
-        executor = UniprocExecutor(config, worker)
-        layout = executor.kv_layout
-        lookup = PrefixLookup(
-            lambda: settings.open(timeout_s=60.0), time.monotonic, lookup_timeout_s
-        )
-        costs = AlwaysLoad(1, time.monotonic)
-        scheduler = StoreScheduler(layout, lookup, costs, **flags)
-        cores.append(EngineCore(config, executor, scheduler))
-        return cores[-1]
-
-    yield make
-    for core in cores:
-        core.close()
-
-
-def run(core: EngineCore, *requests: EngineCoreRequest) -> dict[str, list[int]]:
-    """Each request's output tokens."""
-    for request in requests:
-        core.add_request(request)
-    answers: dict[str, list[int]] = {request.request_id: [] for request in requests}
-    deadline = time.monotonic() + 60
-    while core.has_work:
-        assert time.monotonic() < deadline
-        outputs = core.step()
-        at = 0
-        for name, count in zip(
-            outputs.request_ids if outputs else [], outputs.token_counts if outputs else [],
-            strict=True,
-        ):  # fmt: skip
-            assert outputs is not None
-            answers[name] += outputs.token_ids[at : at + count]
-            at += count
-    return answers
-
-
-def num_stored(node: Node) -> int:
-    return int(control(node).GetStats(pb.GetStatsRequest()).num_objects)
+    with making_cores(model) as make:
+        yield make
 
 
 def test_a_prompt_that_another_engine_computed_is_loaded(node: Node, make_core: MakeCore) -> None:

@@ -1,4 +1,5 @@
-"""Whether stored KV is loaded or computed again: by predicted seconds, from what was measured.
+"""Whether stored KV is loaded or computed again, or both: by predicted seconds, from what was
+measured.
 
 Pure code. Loading takes its bytes over the measured bandwidth, behind what is being loaded already;
 computing takes its tokens over the measured rate. Attention makes late tokens dearer than the rate
@@ -8,9 +9,11 @@ measured yet, or not lately, is tried: a load costs little and measures itself.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 
 from diptych.connectors.base import TransferRates
+from diptych.connectors.page_split import Prefix, Speeds, best_cut
 
 # Weight of the newest measurement.
 _NEWEST = 0.3
@@ -18,6 +21,8 @@ _NEWEST = 0.3
 _FORGET_S = 30.0
 # What any load costs: look-up, orders, a step in which the request waits.
 _LOAD_OVERHEAD_S = 0.004
+# So much of the time after which a load is given up may be planned with.
+_OF_TIMEOUT = 0.8
 # Shorter steps tell more of their overhead than of their tokens.
 _MIN_TOKENS = 16
 
@@ -40,10 +45,14 @@ class LoadCosts:
 
     Args:
         token_bytes: of one token's KV.
+        timeout_s: after which a load is given up.
     """
 
-    def __init__(self, token_bytes: int, now: Callable[[], float]) -> None:
+    def __init__(
+        self, token_bytes: int, now: Callable[[], float], timeout_s: float = math.inf
+    ) -> None:
         self._token_bytes = token_bytes
+        self._most_s = _OF_TIMEOUT * timeout_s
         self._now = now
         self._load = _Rate()
         self._compute = _Rate()
@@ -56,18 +65,23 @@ class LoadCosts:
         if rates.computed_tokens >= _MIN_TOKENS:
             self._compute.note(rates.computed_tokens, rates.compute_s, now)
 
-    def load_s(self, num_tokens: int, num_queued: int = 0) -> float | None:
-        """Seconds to load so many tokens behind `num_queued` others; None: not known (any more)."""
+    def cut(self, prefix: Prefix, between: Sequence[int], num_queued: int = 0) -> int:
+        """Where a prefix is cut: what is before is computed, what is after loaded
+        (`page_split.best_cut`).
+
+        Args:
+            between: where it may be cut, but for its ends.
+            num_queued: tokens that are being loaded already.
+        """
+        speeds = self._speeds(num_queued)
+        return prefix.start if speeds is None else best_cut(prefix, between, speeds)
+
+    def _speeds(self, num_queued: int) -> Speeds | None:
+        """None: not known (any more)."""
         if self._load.value is None or self._now() - self._load.at_s > _FORGET_S:
             return None
-        num_bytes = (num_tokens + num_queued) * self._token_bytes
-        return _LOAD_OVERHEAD_S + num_bytes / self._load.value
-
-    def compute_s(self, num_tokens: int) -> float | None:
-        """Seconds to compute so many tokens of a prompt; None: not known."""
-        return None if self._compute.value is None else num_tokens / self._compute.value
-
-    def should_load(self, num_tokens: int, num_queued: int = 0) -> bool:
-        """Whether loading is predicted to be the cheaper way."""
-        load_s, compute_s = self.load_s(num_tokens, num_queued), self.compute_s(num_tokens)
-        return load_s is None or compute_s is None or load_s < compute_s
+        if self._compute.value is None:
+            return None
+        load_s = self._token_bytes / self._load.value
+        begin_s = _LOAD_OVERHEAD_S + num_queued * load_s
+        return Speeds(1.0 / self._compute.value, load_s, begin_s, self._most_s)

@@ -1,8 +1,9 @@
 """The scheduler half of the StoreConnector: hand-offs, and the store as a tier of the prefix cache.
 
-A request without a commit is looked up in the store when it arrives. The pages found are loaded or
-computed, whichever is predicted cheaper, while others compute; the pages that it computes go to the
-store in the background. A preempted request is looked up again: what it had may have been stored.
+A request without a commit is looked up in the store when it arrives. The pages found are loaded
+while others compute, or computed, whichever is predicted cheaper, or the first are computed while
+the last are loaded; the pages that it computes go to the store in the background. A preempted
+request is looked up again: what it had may have been stored.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from diptych.connectors.page_costs import LoadCosts
 from diptych.connectors.page_lookup import PrefixLookup
 from diptych.connectors.page_orders import SaveOrder
 from diptych.connectors.page_scheduler import PageConnectorScheduler
+from diptych.connectors.page_split import Prefix
 from diptych.connectors.pages import PageObject
 from diptych.engine.request import KVObject
 from diptych.hashing import PAGE_TOKENS
@@ -54,16 +56,28 @@ class StoreScheduler(PageConnectorScheduler):
         return True
 
     def get_num_new_matched_tokens(
-        self, request: RequestView, num_computed_tokens: int
+        self, request: RequestView, num_computed_tokens: int, num_pending_tokens: int = 0
     ) -> tuple[int | None, bool]:
         if self._lookup is not None and self._lookup.pending(request.request_id):
             return None, False
         found, is_async = super().get_num_new_matched_tokens(request, num_computed_tokens)
-        if not found or self._track(request).found_by_commit:
+        tracked = self._track(request)
+        tracked.num_beside = 0
+        if not found or tracked.found_by_commit:
             return found, is_async
-        if self._costs.should_load(found, sum(self._loading.values())):
-            return found, is_async
-        return 0, False
+        end = num_computed_tokens + found
+        prefix = Prefix(
+            num_computed_tokens, end, request.num_tokens - end, num_ahead=num_pending_tokens
+        )
+        pages = range((num_computed_tokens // PAGE_TOKENS + 1) * PAGE_TOKENS, end, PAGE_TOKENS)
+        cut = self._costs.cut(prefix, pages, sum(self._loading.values()))
+        if cut == end:
+            return 0, False
+        tracked.num_beside = cut - num_computed_tokens
+        return found, is_async
+
+    def num_computed_beside(self, request: RequestView) -> int:
+        return self._track(request).num_beside
 
     def update_state_after_alloc(
         self, request: RequestView, block_ids: list[int], num_external_tokens: int
