@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import struct
 from collections.abc import Iterator
 
 import pytest
@@ -18,7 +19,6 @@ from diptych.engine.control_messages import (
     encode_control,
 )
 from diptych.engine.control_port import ControlPort
-from diptych.errors import EngineError
 
 
 @pytest.fixture
@@ -67,12 +67,24 @@ def test_what_the_service_does_not_read_is_dropped_but_not_news_of_links(
     assert len(received) < 2000 * 1000
 
 
-def test_what_is_no_frame_is_an_error(ends: tuple[ControlPort, socket.socket]) -> None:
+@pytest.mark.parametrize(
+    "rubbish",
+    [struct.pack("<I", 1 << 31), struct.pack("<I", 3) + b"abc"],
+    ids=["a length that cannot be", "no message"],
+)
+def test_what_cannot_be_understood_ends_the_connection(
+    ends: tuple[ControlPort, socket.socket], rubbish: bytes
+) -> None:
+    """Not the turn in which it came, nor every turn after it: deadlines are looked at in each."""
     port, theirs = ends
-    theirs.sendall(b"\x02\x00\x00\x00\xc1\xc1")
-    with pytest.raises(EngineError, match="no control frame"):
-        port.receive()
+    theirs.sendall(encode_control(PeerDown("p1")))
+    assert port.receive() == [PeerDown("p1")]
+    theirs.sendall(rubbish + encode_control(PeerDown("p2")))
     assert port.receive() == []
+    assert port.closed
+    assert port.receive() == []
+    port.send(PeerLink("p", False))
+    assert theirs.recv(64) == b""
 
 
 @pytest.mark.anyio

@@ -328,6 +328,23 @@ async def test_what_a_peer_does_not_take_is_dropped(monkeypatch: pytest.MonkeyPa
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
+async def test_a_worker_whose_engine_says_no_more_is_asked_for_no_direct_hand_offs() -> None:
+    async with two() as both:
+        both.decode.engine.say(PeerLink("p1", True, "shm", 3.5))
+
+        async def info() -> worker_pb2.WorkerInfo:
+            return await both.stub.GetInfo(worker_pb2.GetInfoRequest(), timeout=60)
+
+        async with asyncio.timeout(60):
+            while not (await info()).handoff_links:
+                await asyncio.sleep(0.01)
+            assert (await info()).direct
+            both.decode.engine._controls.put_nowait(None)
+            while (await info()).direct:
+                await asyncio.sleep(0.01)
+        assert not (await info()).handoff_links
+
+
 async def test_what_became_of_hand_offs_is_shown_in_metrics() -> None:
     async with two() as both:
         figures = HandoffFigures(

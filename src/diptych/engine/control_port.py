@@ -13,6 +13,7 @@ from diptych.engine.control_messages import (
     encode_control,
 )
 from diptych.engine.core_messages import take_frames
+from diptych.errors import EngineError
 
 _log = logging.getLogger(__name__)
 
@@ -41,7 +42,8 @@ class ControlPort:
         return bool(self._unsent)
 
     def receive(self) -> list[ToControl]:
-        """The messages that have arrived whole; `closed` says whether the peer is gone."""
+        """The messages that have arrived whole; `closed` says whether the peer is gone, or has said
+        what cannot be understood."""
         while not self.closed:
             try:
                 read = self._socket.recv(_READ_BYTES)
@@ -54,7 +56,14 @@ class ControlPort:
             self._received += read
             if len(read) < _READ_BYTES:
                 break  # each further call would give the interpreter away
-        return [decode_to_control(body) for body in take_frames(self._received)]
+        try:
+            return [decode_to_control(body) for body in take_frames(self._received)]
+        except EngineError as error:
+            # nothing after it can be believed, and it would come up again at every turn
+            _log.error("the control socket is closed: %s", error.message)
+            self._received.clear()
+            self.close()
+            return []
 
     def send(self, message: FromControl) -> None:
         """Send, or keep for `flush`."""

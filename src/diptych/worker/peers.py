@@ -102,13 +102,14 @@ class PeerStreams:
         self._calls: dict[str, asyncio.Task[None]] = {}
         self._timers: set[asyncio.Task[None]] = set()
         self._closed = False
+        self._is_mute = False
         self.num_dropped = 0
         self.figures = HandoffFigures()
 
     @property
     def direct(self) -> bool:
-        """Whether this worker can take part in a direct hand-off."""
-        return bool(self._hello.cards)
+        """Whether this worker can take part in a direct hand-off, and its engine says something."""
+        return bool(self._hello.cards) and not self._is_mute
 
     def __len__(self) -> int:
         """Peers that the engine knows of."""
@@ -160,6 +161,10 @@ class PeerStreams:
                 self._queue(peer, message.body)
             else:
                 self._note_link(peer, message)
+        # without its word no hand-off comes to an end: routers are told of other ways
+        self._is_mute = True
+        for peer in self._peers.values():
+            peer.link = None
 
     async def answer(self, frames: AsyncIterator[worker_pb2.HandoffFrame], context: Any) -> None:
         """Serve one stream of a decode worker to its end.
