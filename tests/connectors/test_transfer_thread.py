@@ -14,7 +14,7 @@ import pytest
 
 from diptych.connectors.transports.base import Endpoint, ReadFailure, ReadState, Runs
 from diptych.connectors.transports.choose import TransportSettings, open_transports
-from diptych.connectors.transports.links import LinkState
+from diptych.connectors.transports.links import MARGIN, LinkState
 from diptych.connectors.transports.memory import HostMemory
 from diptych.connectors.transports.orders import ReadOrder, ReadResult
 from diptych.connectors.transports.thread import TransferThread
@@ -100,10 +100,17 @@ def test_the_fastest_transport_that_passes_its_test_is_taken(
     worker.read("r", runs)
     assert worker.wait("r").state is ReadState.DONE
     np.testing.assert_array_equal(worker.memory.array, expected(runs, POOL))
-    until(lambda: worker.thread.links()["p"].transport == "shm")
+    # which is the fastest on a busy machine nobody knows
+    link = worker.thread._links.all["p"]
+    until(lambda: len(link.gb_per_s) == len(ALL))
+    fastest, *others = link.gb_per_s
+    for name in others:
+        if link.gb_per_s[name] >= MARGIN * link.gb_per_s[fastest]:
+            fastest = name
+    until(lambda: worker.thread.links()["p"].transport == fastest)
     report = worker.thread.links()["p"]
     assert report.state is LinkState.READY
-    assert report.bandwidth_gb_per_s > 0
+    assert report.bandwidth_gb_per_s == link.gb_per_s[fastest] > 0
     assert report.failures == {}
 
 
