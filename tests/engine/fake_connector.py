@@ -146,6 +146,9 @@ class FakeTransfers:
         row = Row(load.token_ids, len(load.token_ids), load.block_ids)
         return [self.executor._slot(row, position) for position in range(load.start, load.end)]
 
+    def take_sent(self) -> KVConnectorOutput | None:
+        return self.report.split_sent()
+
     def execute_model(self, step: SchedulerOutput) -> ModelRunnerOutput:
         if not self.connector.is_async:
             for request_id in list(self.connector.loads):

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from diptych.config import EngineConfig
-from diptych.connectors.base import KVLayout
+from diptych.connectors.base import KVConnectorOutput, KVLayout
 from diptych.engine.core import EngineCore
 from diptych.engine.step import ModelRunnerOutput, SchedulerOutput
 from diptych.errors import ModelLoadError
@@ -136,6 +136,9 @@ class LateDevice:
         self.in_flight: list[SchedulerOutput] = []
         self.most_in_flight = 0
         self.waited: list[int] = []
+        self.take_sent: Callable[[], KVConnectorOutput | None] = getattr(
+            runs, "take_sent", lambda: None
+        )
         self.on_submit: Callable[[], None] = lambda: None
 
     @property
@@ -157,8 +160,11 @@ class LateStep:
     device: LateDevice
     step: SchedulerOutput
 
-    def wait(self) -> None:
+    def wait(self, saving: bool) -> KVConnectorOutput | None:
+        if saving and (sent := self.device.take_sent()) is not None:
+            return sent
         self.device.waited.append(self.step.number)
+        return None
 
     def result(self) -> ModelRunnerOutput:
         assert self.device.in_flight.pop(0) is self.step, "results are taken out of order"

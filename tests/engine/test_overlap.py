@@ -235,6 +235,25 @@ def test_token_1_of_a_hand_off_goes_out_before_the_next_prompt_is_launched() -> 
     assert driver.step() == {"b": len(PROMPT) - 1}
 
 
+def test_a_save_that_ends_while_the_next_prompt_is_computed_is_told_at_once() -> None:
+    driver = OverlapDriver(connector=FakeConnector(), max_num_batched_tokens=len(PROMPT))
+    out = KVTransferParams(do_remote_decode=True)
+    driver.add(make_request("a", PROMPT, transfer=out), make_request("b", PROMPT[1:], transfer=out))
+    while "b" not in driver.step():
+        pass
+    assert driver.transfers is not None
+    driver.transfers.finish_save("a", commit_of(len(PROMPT)))
+    assert driver.device.computing == [True]
+    assert driver.step() == {}
+    assert driver.clients["a"].commit is not None
+    assert driver.device.computing == [True]
+    driver.step()
+    assert driver.clients["b"].output == expected_output(PROMPT[1:], 1)
+    driver.transfers.finish_save("b", commit_of(len(PROMPT) - 1))
+    driver.run()
+    assert driver.stats.num_free_kv_blocks == driver.stats.num_kv_blocks
+
+
 def test_a_failure_found_while_aborting_is_reported_by_the_next_step() -> None:
     connector, executor = FakeConnector(), FakeExecutor(fail_at=1)
     core = EngineCore(

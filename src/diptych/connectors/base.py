@@ -159,6 +159,14 @@ class KVConnectorOutput:
     num_corrupt: int = 0
     rates: TransferRates | None = None
 
+    def split_sent(self) -> KVConnectorOutput | None:
+        """Take out what was sent, with its commits."""
+        if not self.finished_sending:
+            return None
+        sent = KVConnectorOutput(finished_sending=self.finished_sending, commits=self.commits)
+        self.finished_sending, self.commits = set(), {}
+        return sent
+
     @property
     def empty(self) -> bool:
         return not (
@@ -298,6 +306,11 @@ class KVConnectorWorker(ABC):
     @abstractmethod
     def get_finished(self) -> KVConnectorOutput:
         """What finished since the last call. Never blocks."""
+
+    def take_sent(self) -> KVConnectorOutput | None:
+        """Of that `finished_sending` and its commits alone, None where there are none: they are
+        told while a step runs, and do not concern it."""
+        return None
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Blocks of synchronous loads that hold nothing valid."""

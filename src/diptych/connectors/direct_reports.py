@@ -120,6 +120,11 @@ class DirectReports:
             if commit is not None:
                 self._output.commits[request_id] = commit
 
+    def take_sent(self) -> KVConnectorOutput | None:
+        """Hand-offs that are over, and nothing else."""
+        with self._lock:
+            return self._output.split_sent()
+
     def take(self) -> KVConnectorOutput:
         """All since the last call."""
         with self._lock:

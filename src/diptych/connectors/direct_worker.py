@@ -95,6 +95,12 @@ class DirectWorker(KVConnectorWorker):
             _merge(ours, self._other.get_finished())
         return ours
 
+    def take_sent(self) -> KVConnectorOutput | None:
+        sent = None if self._driver is None else self._driver.reports.take_sent()
+        if sent is None and self._other is not None:
+            return self._other.take_sent()
+        return sent
+
     def _for_other(self, metadata: KVConnectorMetadata) -> KVConnectorMetadata | None:
         """The other connector's part: all of it where there is no driver."""
         return metadata.other if isinstance(metadata, DirectMetadata) else metadata

@@ -93,6 +93,9 @@ class PageConnectorWorker(KVConnectorWorker):
     def get_finished(self) -> KVConnectorOutput:
         return self._registered()[1].take_output()
 
+    def take_sent(self) -> KVConnectorOutput | None:
+        return self._registered()[1].take_sent()
+
     def shutdown(self) -> None:
         if self._transfers is not None:
             self._transfers.close()

@@ -125,6 +125,11 @@ class Transfers:
             output, self._output = self._output, KVConnectorOutput()
         return output
 
+    def take_sent(self) -> KVConnectorOutput | None:
+        """Hand-offs whose saves have ended, and nothing else."""
+        with self._wake:
+            return self._output.split_sent()
+
     def close(self) -> None:
         """Finish what is queued, for as long as a transfer may take. Idempotent."""
         with self._wake:

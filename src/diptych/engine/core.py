@@ -56,8 +56,8 @@ class _Done:
 
     output: ModelRunnerOutput
 
-    def wait(self) -> None:
-        return
+    def wait(self, saving: bool) -> None:
+        return None
 
     def result(self) -> ModelRunnerOutput:
         return self.output
@@ -180,7 +180,8 @@ class EngineCore:
         if self._flight is not None and not (
             self._flight.computes and self._scheduler.can_plan_ahead
         ):
-            self._await_expected(self._flight)
+            if not self._await(self._flight):
+                return True
             computed = self._settle()
             if self._scheduler.has_handed_off:
                 # a prompt takes milliseconds to launch: the token that was sampled, and the word
@@ -193,12 +194,20 @@ class EngineCore:
             return self._settle() or computed
         return computed or (begun is not None and begun.computes)
 
-    def _await_expected(self, flight: _Flight) -> None:
-        """KV that comes within a fraction of a step is awaited: who waits for it would wait for a
-        whole step otherwise."""
-        if self._connector is not None:
-            flight.handle.wait()
-            self._connector.await_expected()
+    def _await(self, flight: _Flight) -> bool:
+        """Wait for the step; False where a hand-off's save has ended first, which is to be told.
+
+        KV that comes within a fraction of a step is awaited as well: who waits for it would wait
+        for a whole step otherwise.
+        """
+        if self._connector is None:
+            return True
+        sent = flight.handle.wait(self._scheduler.is_saving)
+        if sent is not None:
+            self._scheduler.finish_saves(sent)
+            return False
+        self._connector.await_expected()
+        return True
 
     def _begin(self) -> _Flight:
         """Plan a step and give it to the device."""

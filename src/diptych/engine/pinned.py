@@ -124,6 +124,14 @@ class TokenRead:
     _host: Tensor
     _event: torch.cuda.Event | None
 
+    @property
+    def is_over(self) -> bool:
+        """Whether `wait` would not wait."""
+        if self._event is None:
+            return True
+        over: bool = self._event.query()  # type: ignore[no-untyped-call]
+        return over
+
     def wait(self) -> NDArray[np.int64]:
         """The tokens, `[R]`; what was enqueued before them is done as well."""
         if self._event is not None:

@@ -194,9 +194,23 @@ class RemoteKV:
                 loaded.append(request)
             elif request_id in self._kv.quarantined and request_id not in self._saving:
                 self._kv.release_quarantine(request_id)
+        self._finish_saves(output)
+        return loaded
+
+    @property
+    def is_saving(self) -> bool:
+        """Whether a hand-off's KV is being saved."""
+        return bool(self._saving)
+
+    def finish_saves(self, sent: KVConnectorOutput) -> None:
+        """Saves that have ended, and nothing else."""
+        if self._connector is not None:
+            self._connector.update_connector_output(sent)
+        self._finish_saves(sent)
+
+    def _finish_saves(self, output: KVConnectorOutput) -> None:
         for request_id in sorted(output.finished_sending):
             self._finish_save(request_id, output.commits.get(request_id))
-        return loaded
 
     def _unload(self, request: SchedulerRequest) -> None:
         """Nothing has come, nothing will: the request waits again, without blocks."""

@@ -16,7 +16,12 @@ import bisect
 from collections.abc import Iterable
 
 from diptych.config import EngineConfig
-from diptych.connectors.base import HandedOver, KVConnectorScheduler, KVLayout
+from diptych.connectors.base import (
+    HandedOver,
+    KVConnectorOutput,
+    KVConnectorScheduler,
+    KVLayout,
+)
 from diptych.engine.expected_output import ExpectedOutput
 from diptych.engine.kv_cache_manager import ComputedBlocks, KVCacheManager
 from diptych.engine.limits import check_request
@@ -185,6 +190,15 @@ class Scheduler:
                 self._leave_to_store(request_id, handed)
             for request_id, why in transfers.failed_handoffs.items():
                 self._fail_handoff(request_id, why)
+
+    @property
+    def is_saving(self) -> bool:
+        """Whether a hand-off's KV is being saved."""
+        return self._remote.is_saving
+
+    def finish_saves(self, sent: KVConnectorOutput) -> None:
+        """Take saves of hand-offs that have ended, while a step runs."""
+        self._remote.finish_saves(sent)
 
     def take_outputs(self) -> EngineCoreOutputs:
         """What is to be reported since the last call."""

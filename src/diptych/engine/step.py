@@ -74,8 +74,9 @@ class ModelRunnerOutput:
 class StepHandle(Protocol):
     """A step that the device has been given."""
 
-    def wait(self) -> None:
-        """Return once the step's device work is over."""
+    def wait(self, saving: bool) -> KVConnectorOutput | None:
+        """Return once the step's device work is over; with `saving` sooner, with hand-offs whose
+        saves have ended: somebody waits for them."""
         ...
 
     def result(self) -> ModelRunnerOutput:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
 import torch
 
-from diptych.connectors.base import KVConnectorMetadata, KVConnectorWorker
+from diptych.connectors.base import KVConnectorMetadata, KVConnectorOutput, KVConnectorWorker
 from diptych.engine.input_batch import Appended, InputBatch
 from diptych.engine.pinned import TokenRead
 from diptych.engine.request import TokenLogprobs
 from diptych.engine.step import ModelRunnerOutput
+
+_SENT_LOOK_S = 0.5e-3
 
 
 class SubmittedStep:
@@ -46,9 +49,19 @@ class SubmittedStep:
         """Log probabilities of prompt tokens come as well."""
         self._prompt_logprobs[request_id] = read
 
-    def wait(self) -> None:
+    def wait(self, saving: bool) -> KVConnectorOutput | None:
+        while saving and self._connector is not None and not self._over:
+            sent = self._connector.take_sent()
+            if sent is not None:
+                return sent
+            time.sleep(_SENT_LOOK_S)
         if self._read is not None:
             self._read.wait()
+        return None
+
+    @property
+    def _over(self) -> bool:
+        return self._read is None or self._read.is_over
 
     @torch.inference_mode()
     def result(self) -> ModelRunnerOutput:
