@@ -37,6 +37,9 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+# how soon it is noticed without a transfer that a node is gone
+_LOOK_S = 1.0
+
 
 class Transfers:
     """The queue and the thread. All public methods are for the model thread and never block."""
@@ -148,10 +151,11 @@ class Transfers:
     def _run(self) -> None:
         while True:
             with self._wake:
-                while not (self._loads or self._saves or self._closing):
-                    self._wake.wait()
+                if not (self._loads or self._saves or self._closing):
+                    self._wake.wait(_LOOK_S)
                 load = self._loads.popleft() if self._loads else None
                 save = self._saves.popleft() if load is None and self._saves else None
+                is_over = self._closing
             if load is not None:
                 self._guarded(self._load, load)
                 with self._wake:
@@ -159,9 +163,18 @@ class Transfers:
             elif save is not None:
                 self._guarded(self._save, save)
                 self._finish_save(save)
-            else:
+            elif is_over:
                 break
+            else:
+                self._let_go()
         self._close_store()
+
+    def _let_go(self) -> None:
+        """Nothing moves: what is registered of the pool of a node that is gone keeps its memory."""
+        try:
+            self._copier.reach([] if self._store is None else self._store.pools())
+        except Exception:
+            logger.exception("%s: pools cannot be let go", self._name)
 
     def _guarded(self, move: Callable[[T, PageStore], None], job: T) -> None:
         if self._clock.monotonic() < self._down_until_s:

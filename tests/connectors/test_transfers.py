@@ -1,0 +1,74 @@
+"""The thread that moves pages, between transfers."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+import pytest
+
+from diptych.clock import SystemClock
+from diptych.connectors import transfers
+from diptych.connectors.page_orders import LoadOrder
+from diptych.connectors.transfer_jobs import Load, TransferLimits
+from diptych.connectors.transfers import Transfers
+from diptych.errors import TransferError
+
+
+class Copier:
+    """Remembers which pools it may reach."""
+
+    token_bytes = 1
+    reached: Sequence[memoryview] = ()
+
+    def reach(self, pools: Sequence[memoryview]) -> None:
+        self.reached = list(pools)
+
+
+class Nodes:
+    """A store without objects, whose nodes come and go."""
+
+    def __init__(self) -> None:
+        self.mapped = [memoryview(b"first"), memoryview(b"second")]
+        self.is_lost = False
+
+    def open(self) -> Nodes:
+        if self.is_lost:
+            raise TransferError("nobody is there")
+        return self
+
+    def pools(self) -> list[memoryview]:
+        if self.is_lost:
+            raise TransferError("nobody is there")
+        return list(self.mapped)
+
+    def close(self) -> None:
+        return
+
+
+def until(holds: Callable[[], bool]) -> None:
+    until_s = time.monotonic() + 60
+    while not holds():
+        assert time.monotonic() < until_s
+        time.sleep(0.005)
+
+
+def test_the_pool_of_a_node_that_is_gone_is_let_go_without_a_transfer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What is registered for a GPU stays mapped, and the node's memory with it."""
+    monkeypatch.setattr(transfers, "_LOOK_S", 0.01)
+    copier, nodes = Copier(), Nodes()
+    moving = Transfers("test", nodes.open, copier, TransferLimits(), SystemClock())  # type: ignore[arg-type]
+    order = LoadOrder("r", 0, 0, [], [])
+    moving.load(Load(order, None, time.monotonic() + 60, 0))
+    until(lambda: len(copier.reached) == 2)
+    gone = nodes.mapped.pop()
+    until(lambda: len(copier.reached) == 1)
+    assert gone not in copier.reached
+    nodes.is_lost = True
+    time.sleep(0.05)  # an error there ends no thread
+    nodes.is_lost, nodes.mapped = False, []
+    until(lambda: not copier.reached)
+    moving.close()
+    assert not moving._thread.is_alive()
