@@ -32,6 +32,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         self.pause_at: int | None = None  # position before which every request waits
         self.resume = asyncio.Event()
         self.commits = True
+        self.leaves_to_store = False  # the KV of a pair
         self.direct = False
         self.stores = True
         self.failure = ""  # of all its links
@@ -213,7 +214,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         )
         extra = worker_pb2.EntryExtra(entry=0)
         if commit:
-            extra.commit.CopyFrom(_commit(request))
+            extra.commit.CopyFrom(_commit(request, leaves_to_store=self.leaves_to_store))
         if failure:
             extra.handoff_failed = failure
         if token_ids and request.sampling.HasField("logprobs"):
@@ -228,15 +229,16 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
             self._grew.notify_all()
 
 
-def _commit(request: worker_pb2.SubmitRequest) -> worker_pb2.KvCommit:
+def _commit(request: worker_pb2.SubmitRequest, *, leaves_to_store: bool) -> worker_pb2.KvCommit:
     num_tokens = len(request.prompt_token_ids)
     page = worker_pb2.KvObject(key=b"k" * 32, start_token=0, end_token=num_tokens)
+    direct = request.HasField("handoff_peer")
     return worker_pb2.KvCommit(
         epoch=request.ticket.epoch,
         kv_namespace="ns",
         num_tokens=num_tokens,
-        objects=[] if request.HasField("handoff_peer") else [page],
-        connector="StoreConnector",
+        objects=[] if direct else [page],
+        connector="DirectConnector" if direct and not leaves_to_store else "StoreConnector",
         num_cached_tokens=3,
     )
 

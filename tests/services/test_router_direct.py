@@ -108,6 +108,28 @@ async def test_a_prefill_that_dies_before_token_1_is_replaced(
         assert decode.submits[1].handoff_peer.worker_id == second.worker_id
 
 
+async def test_a_prefill_that_left_its_kv_to_the_store_may_go_before_decode_has_room(
+    model: Path, script: list[int]
+) -> None:
+    (prefill,), (decode,) = workers(script, PREFILL), workers(script, DECODE)
+    prefill.leaves_to_store, decode.pause_at = True, 1
+    async with running_router(model, [prefill, decode], handoff="direct") as router:
+        reading = asyncio.create_task(read_stream(router))
+        await until(lambda: len(prefill._frames) == 2)
+        await asked_again(decode)
+        await prefill.die()
+        await until(lambda: _has_no_prefill(router))
+        await asyncio.sleep(2 * TIMES.resume_s)  # and is not expected back
+        decode.resume.set()
+        assert await reading == (ANSWER, script, [])
+        assert len(decode.submits) == 1
+        assert await router.metric('diptych:handoffs_total{result="done",way="direct"}') == 1
+
+
+async def _has_no_prefill(router: Running) -> bool:
+    return await router.metric('diptych:workers_ready{role="prefill"}') == 0
+
+
 async def test_a_prefill_that_dies_after_token_1_leaves_the_rest_to_decode(
     model: Path, script: list[int]
 ) -> None:
