@@ -149,6 +149,14 @@ def test_a_store_as_fast_as_the_model_brings_half_while_the_other_half_is_comput
     assert costs.cut(Prefix(0, 4096, num_ahead=5000), pages) == 0
 
 
+def test_a_load_is_planned_to_take_half_of_what_it_may() -> None:
+    costs = LoadCosts(1000, lambda: 0.0, timeout_s=10.0)
+    costs.note(TransferRates(loaded_bytes=100_000, load_s=1.0, computed_tokens=100, compute_s=1.0))
+    assert costs.cut(Prefix(0, 960), range(64, 960, 64)) == 512  # 4.5 s to load
+    assert costs.cut(Prefix(0, 4096), range(64, 4096, 64)) == 4096 - 448
+    assert costs.cut(Prefix(0, 4096), ()) == 4096
+
+
 # --- what is stored behind the step
 
 

@@ -21,8 +21,9 @@ _NEWEST = 0.3
 _FORGET_S = 30.0
 # What any load costs: look-up, orders, a step in which the request waits.
 _LOAD_OVERHEAD_S = 0.004
-# So much of the time after which a load is given up may be planned with.
-_OF_TIMEOUT = 0.8
+# So much of the time after which a transfer is given up may be planned with: a load may be slower
+# than it was, and what its request computes meanwhile is saved behind it, by the same time.
+_OF_TIMEOUT = 0.5
 # Shorter steps tell more of their overhead than of their tokens.
 _MIN_TOKENS = 16
 
