@@ -126,6 +126,10 @@ class Deployment:
     def of_role(self, role: str) -> dict[str, ServiceProcess]:
         return {n: s for n, s in self.services.items() if n.startswith(role)}
 
+    def workers(self) -> list[str]:
+        """Their names."""
+        return [name for name in self.services if name.startswith(("prefill", "decode"))]
+
     def holder(self, role: str) -> str:
         """The worker of a role in which a request holds blocks."""
 

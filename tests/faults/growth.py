@@ -51,6 +51,11 @@ class Growth:
             with contextlib.suppress(OSError):
                 self._take(pid, self._measure(pid), now)
 
+    def all_warm(self, pids: Mapping[str, int]) -> bool:
+        """Whether the memory of each has been steady for long enough."""
+        lives = [self._lives.get(pid) for pid in pids.values()]
+        return all(life is not None and life.warm_bytes is not None for life in lives)
+
     def grown(self, pids: Mapping[str, int], share: float = 0.05) -> dict[str, str]:
         """Processes whose memory grew by more than a share since they were warm."""
         self.note(pids)
