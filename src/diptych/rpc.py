@@ -32,13 +32,16 @@ MAX_MESSAGE_BYTES = 64 * MIB
 ERROR_KEY = "diptych-error"
 PARAM_KEY = "diptych-param"
 
-# gRPC sets TCP_NODELAY itself. Keepalive finds a peer that vanished without a FIN.
+# gRPC sets TCP_NODELAY itself. Keepalive finds a peer that vanished without a FIN, within 20 s. Its
+# timeout alone does not: a ping that is under way, by which gRPC measures a line in use, keeps its
+# own from being sent, and by default each waits a minute.
 _COMMON_OPTIONS: list[tuple[str, int]] = [
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 5_000),
     ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.ping_timeout_ms", 10_000),
     ("grpc.http2.max_pings_without_data", 0),
 ]
 SERVER_OPTIONS = [
