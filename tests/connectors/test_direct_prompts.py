@@ -413,6 +413,14 @@ def test_without_bad_luck_the_kv_arrives(num_tokens: int, chunk: int) -> None:
     world.check_end()
 
 
+def test_both_sides_count_what_was_read_and_not_what_decode_had() -> None:
+    world = World(40, 2 * D_BLOCK)
+    world.run("step", 39)
+    world.quiet()
+    assert world.received
+    assert world.decode.num_tokens == world.prefill.num_tokens == 40 - 2 * D_BLOCK
+
+
 def test_a_commit_is_expected_once_prompts_like_it_have_come() -> None:
     """From a little before its time on: then no step is planned ahead that it would miss."""
     world = World(40, 0)

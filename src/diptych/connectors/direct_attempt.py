@@ -72,5 +72,10 @@ class Taken:
         return (1 << len(self.ranges)) - 1
 
     @property
+    def num_to_read(self) -> int:
+        """Prompt tokens whose KV does not lie here already."""
+        return max(0, self.prompt.num_tokens - self.local_tokens)
+
+    @property
     def known_tokens(self) -> int:
         return self.ranges[-1].end if self.ranges else 0

@@ -44,12 +44,14 @@ class GivenPrompt:
 @dataclass(slots=True, eq=False)
 class _Given:
     """One hand-off on prefill's side. `committed` is the number of its last announcement, once it
-    is known; `owed` whether the scheduler waits to have the blocks back."""
+    is known; `num_read` are the tokens that the reader says it has read; `owed` whether the
+    scheduler waits to have the blocks back."""
 
     prompt: GivenPrompt
     machine: Prefill = field(default_factory=Prefill)
     committed: int = 0
     num_tokens: int = 0
+    num_read: int = 0
     block_ids: list[int] = field(default_factory=list)
     token_id: int = -1
     num_cached_tokens: int = 0
@@ -168,6 +170,8 @@ class GivenPrompts:
         if entry is None or entry.prompt.peer != peer:
             self._answer_unknown(peer, message)
             return
+        if message.kind is Event.READ_DONE:
+            entry.num_read = min(message.num_tokens, entry.num_tokens)
         inner = Message(message.kind, PREFILL, message.epoch, message.number)
         self._step(entry, message.kind, inner)
         if message.kind is not Event.RENEW or message.epoch != entry.machine.epoch:
@@ -295,7 +299,7 @@ class GivenPrompts:
             self.num_valid += valid
             self.num_stored += stored
             self.num_gone += not valid and not stored
-            self.num_tokens += entry.num_tokens if valid else 0
+            self.num_tokens += entry.num_read if valid else 0
         if entry.owed:
             entry.owed = False
             connector = STORE_NAME if stored else NAME

@@ -33,7 +33,8 @@ class HandoffMessage(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     Attributes:
         number: of an announcement, or the last one that an ACK confirms.
         start: with a COMMIT or STORED, the position in the output of decode's first token.
-        num_tokens: tokens from position 0 on whose KV is announced.
+        num_tokens: tokens from position 0 on whose KV is announced; with a READ_DONE, of how many
+            tokens it was read.
         block_ids: prefill's blocks of them, from position 0 on.
         token_id: with a COMMIT or STORED, what prefill sampled after the prompt.
         num_cached_tokens: with a COMMIT or STORED, prompt tokens that prefill found computed.

@@ -312,7 +312,11 @@ class TakenPrompts:
 
     def _tell(self, entry: Taken, out: Message) -> None:
         wire = HandoffMessage(
-            kind=out.kind, request_id=entry.prompt.request_id, epoch=out.epoch, number=out.number
+            kind=out.kind,
+            request_id=entry.prompt.request_id,
+            epoch=out.epoch,
+            number=out.number,
+            num_tokens=entry.num_to_read if out.kind is Event.READ_DONE else 0,
         )
         self._send(entry.prompt.peer, wire)
 
@@ -410,7 +414,7 @@ class TakenPrompts:
             del self._taken[request_id]
             self.num_received += 1
             self.times.add("all read to valid", self._monotonic() - entry.validating_s)
-            self.num_tokens += max(0, entry.prompt.num_tokens - entry.local_tokens)
+            self.num_tokens += entry.num_to_read
             self._reports.forget(request_id)
             commit = entry.committed
             self._reports.received(
