@@ -71,6 +71,15 @@ def test_config_show_prints_what_the_environment_gives() -> None:
     assert "router:" not in shown
 
 
+@pytest.mark.parametrize("kind", ["kvstore", "transport"])
+def test_a_transport_that_nobody_knows_is_not_measured(kind: str) -> None:
+    done = run("bench", kind, "--transport", "foo")
+
+    assert done.returncode == 2
+    assert "invalid choice: 'foo'" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 @pytest.mark.parametrize(
     ("argv", "environment", "message"),
     [

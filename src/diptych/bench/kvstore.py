@@ -52,7 +52,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--object-bytes", type=int, nargs="+", default=sizes, help="sizes of the objects")
     add("--set-bytes", type=int, default=256 * MIB, help="bytes per round: more than any cache")
     add("--rounds", type=int, default=5, help="rounds that are measured")
-    add("--transport", nargs="+", default=["memory", "stream"], help="memory, stream")
+    ways = ["memory", "stream"]
+    add("--transport", nargs="+", choices=ways, default=ways, help="which to measure")
     add("--peers", action="store_true", help="Redis and, where it is installed, Mooncake too")
     add("--output-json", type=Path, default=None, help="write the figures to this file")
     add("--result-dir", type=Path, default=None, help="write a dated record into this folder")

@@ -32,6 +32,7 @@ from diptych.config import MIB
 from diptych.connectors.plan import BlockTable, Share, plan_read
 from diptych.connectors.plan_geometry import PoolGeometry, Span
 from diptych.connectors.transports.base import ReadState, Runs
+from diptych.connectors.transports.choose import NAMES
 from diptych.connectors.transports.orders import ReadOrder
 from diptych.connectors.transports.thread import TransferThread
 from diptych.errors import TransferError
@@ -51,7 +52,8 @@ class Case(NamedTuple):
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of this benchmark."""
     add = parser.add_argument
-    add("--transport", nargs="+", default=["shm", "nixl", "tcp", "grpc"], help="which to measure")
+    every = ["shm", "nixl", "tcp", "grpc"]
+    add("--transport", nargs="+", choices=NAMES, default=every, help="which to measure")
     add("--device", default="cpu", help="where the reader's pool lies: cpu or cuda:N")
     add("--source-device", default=None, help="where the source's pool lies; as --device if absent")
     sizes = [2 * MIB, 128 << 10, 32 << 10]
