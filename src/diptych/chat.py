@@ -60,7 +60,7 @@ def run(
 
 class _Server:
     def __init__(self, url: str, api_key: str | None) -> None:
-        self._url = url.rstrip("/")
+        self._url = server_root(url)
         self._headers = {"Content-Type": "application/json"}
         if api_key:
             self._headers["Authorization"] = f"Bearer {api_key}"
@@ -98,6 +98,13 @@ class _Server:
             raise UnavailableError(f"HTTP {error.code}: {text}") from None
         except (HTTPException, OSError, ValueError) as error:
             raise UnavailableError(f"{self._url} cannot be reached: {error}") from None
+
+
+def server_root(url: str) -> str:
+    """The server's address, from it, from `HOST:PORT` or from a base URL that ends in /v1."""
+    if "://" not in url:
+        url = f"http://{url}"
+    return url.rstrip("/").removesuffix("/v1").rstrip("/")
 
 
 def _pieces(event: dict[str, Any]) -> Iterator[str]:

@@ -94,7 +94,9 @@ def _add_store(commands: Any) -> None:
 
 def _add_chat(commands: Any) -> None:
     chat = commands.add_parser("chat", help="talk to a running server")
-    chat.add_argument("--url", default="http://127.0.0.1:8000", help="where the router listens")
+    chat.add_argument(
+        "--url", default="http://127.0.0.1:8000", help="where the router listens; HOST:PORT will do"
+    )
     chat.add_argument("--model", help="served model; the first one if absent")
     chat.add_argument("--system", help="system message")
     chat.add_argument("--max-tokens", type=int, help="most tokens per answer")

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from diptych.chat import server_root
 from tests.services.fake_worker import AGGREGATED, FakeWorker
 from tests.services.router_fixture import ANSWER, running_router, tiny_directory, tiny_script
 
@@ -56,7 +57,24 @@ async def test_an_error_is_a_line_and_the_talk_goes_on(model: Path) -> None:
         assert "HTTP 404: The model `other` does not exist." in errors
 
 
-@pytest.mark.parametrize("url", ["http://127.0.0.1:1", "nonsense", "ftp://127.0.0.1:1"])
+@pytest.mark.parametrize(
+    ("given", "root"),
+    [
+        ("http://a:1", "http://a:1"),
+        ("a:1", "http://a:1"),
+        ("[::1]:1/", "http://[::1]:1"),
+        ("https://a/v1", "https://a"),
+        ("a:1/v1/", "http://a:1"),
+        ("http://a/base/v1", "http://a/base"),
+    ],
+)
+async def test_an_address_and_a_base_url_name_a_server_too(given: str, root: str) -> None:
+    assert server_root(given) == root
+
+
+@pytest.mark.parametrize(
+    "url", ["http://127.0.0.1:1", "nonsense://127.0.0.1:1", "ftp://127.0.0.1:1"]
+)
 async def test_a_server_that_cannot_be_reached_is_named(url: str) -> None:
     code, output, errors = await chat(b"Hello\n", "--url", url)
 
