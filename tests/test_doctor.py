@@ -1,3 +1,5 @@
+import importlib.metadata
+import importlib.util
 import json
 import socket
 import threading
@@ -17,6 +19,7 @@ from diptych.doctor_checks import (
     check_nvlink,
     check_ports,
     check_redis,
+    check_versions,
 )
 from diptych.doctor_transfers import check_nixl
 
@@ -83,6 +86,21 @@ def test_a_kernel_cache_that_cannot_be_written_is_a_warning(
     monkeypatch.setenv("TRITON_CACHE_DIR", "/proc/nowhere")
     [finding] = check_kernel_cache(Options())
     assert finding.level is Level.WARN
+
+
+def test_without_triton_a_cpu_lacks_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def version(package: str) -> str:
+        if package == "triton":
+            raise importlib.metadata.PackageNotFoundError(package)
+        return "1.0"
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    [triton] = [f for f in check_versions(Options()) if f.name == "triton"]
+    [cache] = check_kernel_cache(Options())
+    assert "those on a CPU do not" in triton.text
+    assert (cache.name, cache.level) == ("kernel cache", Level.OK)
+    assert "without triton" in cache.text
 
 
 def test_a_bad_redis_url_is_named() -> None:

@@ -28,6 +28,7 @@ _COMMAND_S = 10.0
 _REDIS_S = 3.0
 _MIN_SHM_BYTES = 64 * MIB
 _MIN_FILES = 4096
+_WITHOUT_TRITON = "engines on a GPU need it, those on a CPU do not"
 
 
 class Level(enum.Enum):
@@ -59,12 +60,15 @@ class Options:
 
 def check_versions(options: Options) -> Iterator[Finding]:
     yield Finding("python", Level.OK, f"{platform.python_version()} on {platform.machine()}")
-    for package, needed in (("torch", True), ("triton", False), ("grpcio", True)):
+    for package, missing in (
+        ("torch", Finding("torch", Level.FAIL, "not installed")),
+        ("triton", Finding("triton", Level.WARN, f"not installed: {_WITHOUT_TRITON}")),
+        ("grpcio", Finding("grpcio", Level.FAIL, "not installed")),
+    ):
         try:
             version = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
-            level = Level.FAIL if needed else Level.WARN
-            yield Finding(package, level, "not installed")
+            yield missing
         else:
             yield Finding(package, Level.OK, version)
 
@@ -194,6 +198,8 @@ def check_ports(options: Options) -> Iterator[Finding]:
 
 def check_kernel_cache(options: Options) -> Iterator[Finding]:
     if importlib.util.find_spec("triton") is None:
+        text = "none: without triton no kernel is compiled, and on a CPU none is needed"
+        yield Finding("kernel cache", Level.OK, text)
         return
     folder = Path(os.environ.get("TRITON_CACHE_DIR", Path.home() / ".triton" / "cache"))
     nearest = next(path for path in (folder, *folder.parents) if path.exists())
