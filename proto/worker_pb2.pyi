@@ -18,12 +18,26 @@ class HandoffPeer(_message.Message):
     def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., address: _Optional[str] = ...) -> None: ...
 
 class HandoffFrame(_message.Message):
-    __slots__ = ("hello", "body")
+    __slots__ = ("hello", "body", "challenge")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     BODY_FIELD_NUMBER: _ClassVar[int]
+    CHALLENGE_FIELD_NUMBER: _ClassVar[int]
     hello: HandoffHello
     body: bytes
-    def __init__(self, hello: _Optional[_Union[HandoffHello, _Mapping]] = ..., body: _Optional[bytes] = ...) -> None: ...
+    challenge: HandoffChallenge
+    def __init__(self, hello: _Optional[_Union[HandoffHello, _Mapping]] = ..., body: _Optional[bytes] = ..., challenge: _Optional[_Union[HandoffChallenge, _Mapping]] = ...) -> None: ...
+
+class HandoffChallenge(_message.Message):
+    __slots__ = ("nonce", "incarnation", "key_id", "signature")
+    NONCE_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    KEY_ID_FIELD_NUMBER: _ClassVar[int]
+    SIGNATURE_FIELD_NUMBER: _ClassVar[int]
+    nonce: bytes
+    incarnation: str
+    key_id: str
+    signature: bytes
+    def __init__(self, nonce: _Optional[bytes] = ..., incarnation: _Optional[str] = ..., key_id: _Optional[str] = ..., signature: _Optional[bytes] = ...) -> None: ...
 
 class HandoffHello(_message.Message):
     __slots__ = ("worker_id", "incarnation", "kv_namespace", "protocol_version", "cards", "key_id", "signature")
@@ -210,16 +224,22 @@ class HandoffPeers(_message.Message):
     def __init__(self, peers: _Optional[_Iterable[_Union[HandoffPeer, _Mapping]]] = ...) -> None: ...
 
 class Hello(_message.Message):
-    __slots__ = ("router_incarnation", "protocol_version", "worker_incarnation", "last_sequence")
+    __slots__ = ("router_incarnation", "protocol_version", "worker_incarnation", "last_sequence", "audience", "key_id", "signature")
     ROUTER_INCARNATION_FIELD_NUMBER: _ClassVar[int]
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     WORKER_INCARNATION_FIELD_NUMBER: _ClassVar[int]
     LAST_SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    AUDIENCE_FIELD_NUMBER: _ClassVar[int]
+    KEY_ID_FIELD_NUMBER: _ClassVar[int]
+    SIGNATURE_FIELD_NUMBER: _ClassVar[int]
     router_incarnation: str
     protocol_version: int
     worker_incarnation: str
     last_sequence: int
-    def __init__(self, router_incarnation: _Optional[str] = ..., protocol_version: _Optional[int] = ..., worker_incarnation: _Optional[str] = ..., last_sequence: _Optional[int] = ...) -> None: ...
+    audience: str
+    key_id: str
+    signature: bytes
+    def __init__(self, router_incarnation: _Optional[str] = ..., protocol_version: _Optional[int] = ..., worker_incarnation: _Optional[str] = ..., last_sequence: _Optional[int] = ..., audience: _Optional[str] = ..., key_id: _Optional[str] = ..., signature: _Optional[bytes] = ...) -> None: ...
 
 class Ack(_message.Message):
     __slots__ = ("sequence",)

@@ -101,8 +101,9 @@ class WorkerServicer:
 
     def Handoff(self, request_iterator, context):
         """Control messages of hand-offs between a decode worker, which calls, and a prefill worker: one
-        stream per pair. The first frame of each side is its hello; later ones pass between the two
-        engines unread. Frames may be dropped: the engines repeat what was not confirmed.
+        stream per pair. Each side first sends its challenge, the caller before the other, then its
+        hello; later frames pass between the two engines unread. Frames may be dropped: the engines
+        repeat what was not confirmed.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

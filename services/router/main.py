@@ -182,18 +182,19 @@ class _Routing:
         incarnation = clock.new_id()
         names = served_names(engine)
         times = link_times or LinkTimes(silence_s=redis.liveness_s)
+        keys = TicketKeys.load(router.ticket_keys) if router.ticket_keys else TicketKeys.drawn()
 
         def make_link(address: str, on_change: Callable[[], None]) -> WorkerLink:
             return WorkerLink(
                 address,
                 router_incarnation=incarnation,
                 clock=clock,
+                keys=keys,
                 times=times,
                 on_change=on_change,
             )
 
         members = Members(make_link, names.__contains__)
-        keys = TicketKeys.load(router.ticket_keys) if router.ticket_keys else TicketKeys.drawn()
         metrics = RouterMetrics(new_registry(), names[0], members.count)
         paces = Paces()
         dispatcher = Dispatcher(

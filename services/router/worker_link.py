@@ -18,7 +18,9 @@ from typing import Any, Protocol, Self
 import grpc
 
 from diptych.clock import Clock
+from diptych.connectors.tickets import TicketKeys
 from diptych.errors import (
+    AuthenticationError,
     DeadlineError,
     DiptychError,
     EngineError,
@@ -84,6 +86,7 @@ class WorkerLink:
         *,
         router_incarnation: str,
         clock: Clock,
+        keys: TicketKeys | None = None,
         times: LinkTimes | None = None,
         on_change: Callable[[], None] = lambda: None,
     ) -> None:
@@ -92,6 +95,7 @@ class WorkerLink:
         self.load = worker_pb2.WorkerLoad()
         self._router_incarnation = router_incarnation
         self._clock = clock
+        self._keys = keys
         self._times = times or LinkTimes()
         self._on_change = on_change
         self._running: dict[str, _Running] = {}
@@ -111,6 +115,7 @@ class WorkerLink:
         self._heard_at = clock.monotonic()
         self._tasks: list[asyncio.Task[None]] = []
         self._session: asyncio.Task[None] | None = None
+        self._refused = False
         self._channel: Any = None
         self._stub: Any = None
 
@@ -304,11 +309,20 @@ class WorkerLink:
         was_open = self._streaming
         self._set_streaming(False)
         error = None if session.cancelled() else session.exception()
+        if isinstance(error, grpc.aio.AioRpcError):
+            self._note_refusal(error)
         if isinstance(error, grpc.aio.AioRpcError | DiptychError | asyncio.InvalidStateError):
             logger.debug("stream of %s: %s", self.address, _brief(error))
         elif error is not None:
             logger.error("stream of %s", self.address, exc_info=error)
         return was_open
+
+    def _note_refusal(self, error: grpc.aio.AioRpcError) -> None:
+        """A worker that does not take us for a router stays away until the keys are right."""
+        refused = isinstance(error_from_rpc(error), AuthenticationError)
+        if refused and not self._refused:
+            logger.warning("worker %s has other ticket keys than this router", self.address)
+        self._refused = refused
 
     async def _stream_once(self) -> None:
         """Open a stream and serve it to its end."""
@@ -334,14 +348,16 @@ class WorkerLink:
                 await asyncio.gather(writer, return_exceptions=True)
 
     def _hello(self) -> worker_pb2.RouterMessage:
-        return worker_pb2.RouterMessage(
-            hello=worker_pb2.Hello(
-                router_incarnation=self._router_incarnation,
-                protocol_version=PROTOCOL_VERSION,
-                worker_incarnation=self._greeted_incarnation,
-                last_sequence=self._last_sequence,
-            )
+        hello = worker_pb2.Hello(
+            router_incarnation=self._router_incarnation,
+            protocol_version=PROTOCOL_VERSION,
+            worker_incarnation=self._greeted_incarnation,
+            last_sequence=self._last_sequence,
+            audience=self.info.incarnation,
         )
+        if self._keys is not None:
+            self._keys.sign_router(hello)
+        return worker_pb2.RouterMessage(hello=hello)
 
     def _on_answer(self, answer: worker_pb2.WorkerFrame) -> None:
         """The first frame of a stream: from where it goes on."""

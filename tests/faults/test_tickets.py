@@ -29,7 +29,8 @@ class Impostor:
         self.stub = stub
         self.incarnation = incarnation
         self.name = f"impostor-{time.monotonic_ns()}"
-        self.issuer = TicketIssuer(TicketKeys.load(system.directory / "ticket-keys"), self.name)
+        self.keys = TicketKeys.load(system.directory / "ticket-keys")
+        self.issuer = TicketIssuer(self.keys, self.name)
         self.frames: list[worker_pb2.WorkerFrame] = []
 
     def request(
@@ -72,7 +73,12 @@ async def impostor(system: Deployment) -> AsyncIterator[Impostor]:
         info = await stub.GetInfo(worker_pb2.GetInfoRequest(), timeout=60)
         made = Impostor(system, stub, info.incarnation)
         call = stub.Stream()
-        hello = worker_pb2.Hello(router_incarnation=made.name, protocol_version=PROTOCOL_VERSION)
+        hello = worker_pb2.Hello(
+            router_incarnation=made.name,
+            protocol_version=PROTOCOL_VERSION,
+            audience=info.incarnation,
+        )
+        made.keys.sign_router(hello)
         await call.write(worker_pb2.RouterMessage(hello=hello))
         await call.read()
 

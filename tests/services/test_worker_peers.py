@@ -21,13 +21,27 @@ from diptych.engine.control_messages import (
     PeerUp,
     ToControl,
 )
-from diptych.errors import DeadlineError, InvalidRequestError, StaleTicketError
+from diptych.errors import (
+    AuthenticationError,
+    DeadlineError,
+    InvalidRequestError,
+    StaleTicketError,
+)
 from diptych.proto import worker_pb2, worker_pb2_grpc
 from diptych.rpc import PROTOCOL_VERSION, open_channel
+from diptych.services.router.worker_link import LinkTimes, WorkerLink
 from diptych.worker import peers
 from diptych.worker.peers import PeerStreams, PeerTimes
 from tests.services.test_worker_service import error_of
-from tests.services.worker_fakes import FakeEngine, FakeInfo, Served, router_of, serve, until
+from tests.services.worker_fakes import (
+    FakeEngine,
+    FakeInfo,
+    FakeRouter,
+    Served,
+    router_of,
+    serve,
+    until,
+)
 
 pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("one_event_loop")]
 
@@ -199,8 +213,9 @@ async def test_a_stream_that_breaks_is_opened_again_and_nobody_is_gone() -> None
     async with two() as both, open_channel(both.prefill.address) as channel:
         # the same decode worker, it seems, on another stream: it takes the first one's place
         call = worker_pb2_grpc.WorkerStub(channel).Handoff()
-        await call.write(worker_pb2.HandoffFrame(hello=hello("d", "d1")))
+        await greet(call, hello("d", "d1"))
         await call.read()
+        await until(lambda: len(both.prefill.engine.heard) >= 2)
         call.cancel()
         await until(lambda: len(both.prefill.engine.heard) == 3)
         both.prefill.engine.say(Control("d1", b"again"))
@@ -221,20 +236,69 @@ def hello(worker_id: str, incarnation: str, **changes: Any) -> worker_pb2.Handof
     return worker_pb2.HandoffHello(**fields)
 
 
+def challenge(incarnation: str, nonce: bytes = bytes(range(16))) -> worker_pb2.HandoffFrame:
+    return worker_pb2.HandoffFrame(
+        challenge=worker_pb2.HandoffChallenge(nonce=nonce, incarnation=incarnation)
+    )
+
+
+async def greet(
+    call: Any, mine: worker_pb2.HandoffHello, keys: TicketKeys | None = None
+) -> worker_pb2.HandoffChallenge:
+    """Call as the worker of a hello does; returns what the other challenges with."""
+    await call.write(challenge(mine.incarnation))
+    theirs = (await call.read()).challenge
+    if keys is not None:
+        keys.sign_hello(mine, theirs)
+    await call.write(worker_pb2.HandoffFrame(hello=mine))
+    return theirs
+
+
 @pytest.mark.parametrize(
     "frame",
     [
         worker_pb2.HandoffFrame(body=b"early"),
+        worker_pb2.HandoffFrame(hello=hello("d", "d1")),
+        challenge("d1", b"short"),
+    ],
+    ids=["a body", "a hello", "a short nonce"],
+)
+async def test_a_stream_must_begin_with_a_challenge(frame: worker_pb2.HandoffFrame) -> None:
+    async with worker("p") as prefill, open_channel(prefill.address) as channel:
+        call = worker_pb2_grpc.WorkerStub(channel).Handoff()
+        await call.write(frame)
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            await call.read()
+        assert error.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert prefill.engine.heard == []
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [
+        worker_pb2.HandoffFrame(body=b"early"),
+        challenge("d1"),
+        worker_pb2.HandoffFrame(hello=hello("d", "d2")),
         worker_pb2.HandoffFrame(hello=hello("d", "")),
         worker_pb2.HandoffFrame(hello=hello("d", "d1", cards=b"")),
         worker_pb2.HandoffFrame(hello=hello("d", "d1", kv_namespace="cd" * 32)),
         worker_pb2.HandoffFrame(hello=hello("d", "d1", protocol_version=PROTOCOL_VERSION + 2)),
     ],
-    ids=["no hello", "no incarnation", "no cards", "other KV", "other version"],
+    ids=[
+        "a body",
+        "another challenge",
+        "another incarnation",
+        "no incarnation",
+        "no cards",
+        "other KV",
+        "other version",
+    ],
 )
 async def test_who_does_not_fit_is_refused(frame: worker_pb2.HandoffFrame) -> None:
     async with worker("p") as prefill, open_channel(prefill.address) as channel:
         call = worker_pb2_grpc.WorkerStub(channel).Handoff()
+        await call.write(challenge("d1"))
+        await call.read()
         await call.write(frame)
         with pytest.raises(grpc.aio.AioRpcError) as error:
             await call.read()
@@ -248,11 +312,8 @@ async def test_only_workers_with_the_ticket_keys_are_told_where_memory_lies(
     keys, others = TicketKeys.drawn(), TicketKeys.drawn()
     async with worker("p", keys=keys) as prefill, open_channel(prefill.address) as channel:
         for signer in (None, others):
-            mine = hello("d", "d1")
-            if signer is not None:
-                signer.sign_hello(mine)
             call = worker_pb2_grpc.WorkerStub(channel).Handoff()
-            await call.write(worker_pb2.HandoffFrame(hello=mine))
+            await greet(call, hello("d", "d1"), signer)
             with pytest.raises(grpc.aio.AioRpcError) as error:
                 await call.read()
             assert error.value.code() is grpc.StatusCode.UNAUTHENTICATED
@@ -270,6 +331,91 @@ async def test_only_workers_with_the_ticket_keys_are_told_where_memory_lies(
             hint = worker_pb2.HandoffPeers(peers=[peer])
             await r.call.write(worker_pb2.RouterMessage(handoff_peers=hint))
             await until(lambda: prefill.engine.heard and decode.engine.heard)
+
+
+async def test_a_hello_says_nothing_on_another_stream() -> None:
+    """Whoever has heard one can neither take its worker's place with it nor learn of memory."""
+    keys = TicketKeys.drawn()
+    async with worker("p", keys=keys) as prefill, open_channel(prefill.address) as channel:
+        stub = worker_pb2_grpc.WorkerStub(channel)
+        heard = hello("d", "d1")
+        first = stub.Handoff()
+        await greet(first, heard, keys)
+        assert (await first.read()).hello.cards == b"cards of p1"
+        replayed = stub.Handoff()
+        await greet(replayed, heard)
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            await replayed.read()
+        assert error.value.code() is grpc.StatusCode.UNAUTHENTICATED
+        assert prefill.engine.heard == [PeerUp("d1", b"cards of d1")]
+
+
+class Stranger(worker_pb2_grpc.WorkerServicer):
+    """Answers hand-off streams without the keys, and keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.heard: list[worker_pb2.HandoffFrame] = []
+
+    async def Handoff(self, frames: Any, context: Any) -> AsyncIterator[worker_pb2.HandoffFrame]:
+        self.heard.append(await anext(frames))
+        yield challenge("p1")
+        async for frame in frames:
+            self.heard.append(frame)
+
+
+async def test_a_stranger_who_is_called_learns_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    keys, stranger = TicketKeys.drawn(), Stranger()
+    server = grpc.aio.server()
+    worker_pb2_grpc.add_WorkerServicer_to_server(stranger, server)
+    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    await server.start()
+    async with (
+        worker("d", "decode", keys=keys, grace_s=0.2) as decode,
+        router_of(decode, keys=keys) as router,
+    ):
+        peer = worker_pb2.HandoffPeer(worker_id="p", incarnation="p1", address=address)
+        hint = worker_pb2.HandoffPeers(peers=[peer])
+        await router.call.write(worker_pb2.RouterMessage(handoff_peers=hint))
+        await until(lambda: "challenge's signature does not hold" in caplog.text)
+    await server.stop(None)
+    assert stranger.heard
+    assert {frame.WhichOneof("frame") for frame in stranger.heard} == {"challenge"}
+
+
+async def test_only_routers_with_the_ticket_keys_have_a_stream() -> None:
+    keys, others = TicketKeys.drawn(), TicketKeys.drawn()
+    async with worker("d", "decode", keys=keys) as decode:
+        async with open_channel(decode.address) as channel:
+            for stranger in (FakeRouter(channel), FakeRouter(channel, keys=others)):
+                assert isinstance(await error_of(stranger.open()), AuthenticationError)
+            # what a router says to one worker lets nobody speak to another
+            hello = worker_pb2.Hello(
+                router_incarnation="r1", protocol_version=PROTOCOL_VERSION, audience="another"
+            )
+            keys.sign_router(hello)
+            call = worker_pb2_grpc.WorkerStub(channel).Stream()
+            await call.write(worker_pb2.RouterMessage(hello=hello))
+            assert isinstance(await error_of(call.read()), AuthenticationError)
+        async with router_of(decode, keys=keys):
+            pass
+
+
+async def test_a_router_with_other_keys_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
+    keys, others = TicketKeys.drawn(), TicketKeys.drawn()
+    async with worker("d", "decode", keys=keys) as decode:
+        for held, said in ((others, 1), (keys, 0)):
+            caplog.clear()
+            times = LinkTimes(resume_s=0.1)
+            async with WorkerLink(
+                decode.address,
+                router_incarnation="r",
+                clock=SystemClock(),
+                keys=held,
+                times=times,
+            ) as link:
+                await until(lambda link=link: link.connected or "other ticket keys" in caplog.text)
+                await asyncio.sleep(0.5)  # it goes on trying
+            assert caplog.text.count("other ticket keys") == said
 
 
 async def test_a_worker_whose_memory_cannot_be_read_takes_no_part() -> None:
@@ -292,12 +438,18 @@ async def test_a_caller_without_a_hello_is_not_waited_for() -> None:
     times = PeerTimes(hello_s=0.05)
     streams = PeerStreams(engine, hello("p", "p1"), SystemClock(), times)
 
-    async def silence() -> AsyncIterator[worker_pb2.HandoffFrame]:
-        await asyncio.Event().wait()
-        yield worker_pb2.HandoffFrame()
+    class Deaf:
+        async def write(self, frame: worker_pb2.HandoffFrame) -> None:
+            pass
 
-    with pytest.raises(DeadlineError):
-        await streams.answer(silence(), None)
+    async def silence(*frames: worker_pb2.HandoffFrame) -> AsyncIterator[worker_pb2.HandoffFrame]:
+        for frame in frames:
+            yield frame
+        await asyncio.Event().wait()
+
+    for said in ([], [challenge("d1")]):
+        with pytest.raises(DeadlineError):
+            await streams.answer(silence(*said), Deaf())
 
 
 async def test_what_a_peer_does_not_take_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -312,6 +464,7 @@ async def test_what_a_peer_does_not_take_is_dropped(monkeypatch: pytest.MonkeyPa
                 await asyncio.Event().wait()
 
     async def frames() -> AsyncIterator[worker_pb2.HandoffFrame]:
+        yield challenge("d1")
         yield worker_pb2.HandoffFrame(hello=hello("d", "d1"))
         await asyncio.Event().wait()
 

@@ -176,7 +176,8 @@ class FakeRouter:
     def __init__(self, channel: Any, name: str = "r1", keys: TicketKeys | None = None) -> None:
         self.name = name
         self.stub = worker_pb2_grpc.WorkerStub(channel)
-        self.issuer = TicketIssuer(keys or TicketKeys.drawn(), name)
+        self.keys = keys or TicketKeys.drawn()
+        self.issuer = TicketIssuer(self.keys, name)
         self.worker = "w1"
         self.call: Any = None
         self.incarnation = ""
@@ -184,17 +185,17 @@ class FakeRouter:
 
     async def open(self) -> worker_pb2.WorkerFrame:
         """Open or resume the stream; returns the answer to the Hello."""
-        self.call = self.stub.Stream()
-        await self.call.write(
-            worker_pb2.RouterMessage(
-                hello=worker_pb2.Hello(
-                    router_incarnation=self.name,
-                    protocol_version=PROTOCOL_VERSION,
-                    worker_incarnation=self.incarnation,
-                    last_sequence=self.last,
-                )
-            )
+        info = await self.stub.GetInfo(worker_pb2.GetInfoRequest())
+        hello = worker_pb2.Hello(
+            router_incarnation=self.name,
+            protocol_version=PROTOCOL_VERSION,
+            worker_incarnation=self.incarnation,
+            last_sequence=self.last,
+            audience=info.incarnation,
         )
+        self.keys.sign_router(hello)
+        self.call = self.stub.Stream()
+        await self.call.write(worker_pb2.RouterMessage(hello=hello))
         answer = await self.read()
         self.incarnation, self.last = answer.incarnation, answer.sequence
         return answer

@@ -30,7 +30,13 @@ MAX_KEYS = 2
 NONCE_WINDOW = 4096
 MAX_ROUTERS = 64
 
-Signed = TypeVar("Signed", worker_pb2.Ticket, worker_pb2.HandoffHello)
+Signed = TypeVar(
+    "Signed",
+    worker_pb2.Ticket,
+    worker_pb2.Hello,
+    worker_pb2.HandoffChallenge,
+    worker_pb2.HandoffHello,
+)
 
 
 def signed_bytes(ticket: worker_pb2.Ticket) -> bytes:
@@ -48,8 +54,26 @@ def signed_bytes(ticket: worker_pb2.Ticket) -> bytes:
     return b"diptych-ticket-1" + _prefixed(parts)
 
 
-def signed_bytes_of_hello(hello: worker_pb2.HandoffHello) -> bytes:
-    """The same of the hello with which a worker asks another to read its memory."""
+def _bytes_of_router(hello: worker_pb2.Hello) -> bytes:
+    """The same of the hello with which a router opens its stream."""
+    parts = (
+        hello.router_incarnation.encode(),
+        hello.protocol_version.to_bytes(8, "little"),
+        hello.worker_incarnation.encode(),
+        hello.last_sequence.to_bytes(8, "little"),
+        hello.audience.encode(),
+        hello.key_id.encode(),
+    )
+    return b"diptych-router-1" + _prefixed(parts)
+
+
+def _bytes_of_challenge(challenge: worker_pb2.HandoffChallenge) -> bytes:
+    parts = (challenge.nonce, challenge.incarnation.encode(), challenge.key_id.encode())
+    return b"diptych-challenge-1" + _prefixed(parts)
+
+
+def _bytes_of_hello(hello: worker_pb2.HandoffHello) -> bytes:
+    """The same of the hello with which a worker tells another how its memory is read."""
     parts = (
         hello.worker_id.encode(),
         hello.incarnation.encode(),
@@ -58,7 +82,12 @@ def signed_bytes_of_hello(hello: worker_pb2.HandoffHello) -> bytes:
         hello.cards,
         hello.key_id.encode(),
     )
-    return b"diptych-hello-1" + _prefixed(parts)
+    return b"diptych-hello-2" + _prefixed(parts)
+
+
+def _answering(challenge: worker_pb2.HandoffChallenge) -> bytes:
+    """What the other side challenged with: signed as well, a message answers nothing else."""
+    return _prefixed((challenge.nonce, challenge.incarnation.encode()))
 
 
 def _prefixed(parts: Iterable[bytes]) -> bytes:
@@ -99,25 +128,53 @@ class TicketKeys:
         """Whether one of the keys made the signature."""
         return self._verify(ticket, signed_bytes)
 
-    def sign_hello(self, hello: worker_pb2.HandoffHello) -> None:
-        """Set the hello's key id and signature."""
-        self._sign(hello, signed_bytes_of_hello)
+    def sign_router(self, hello: worker_pb2.Hello) -> None:
+        """Set key id and signature of a router's hello."""
+        self._sign(hello, _bytes_of_router)
 
-    def verify_hello(self, hello: worker_pb2.HandoffHello) -> bool:
-        """Whether one of the keys made the signature: its sender is one of ours."""
-        return self._verify(hello, signed_bytes_of_hello)
+    def verify_router(self, hello: worker_pb2.Hello) -> bool:
+        """Whether one of our routers said it."""
+        return self._verify(hello, _bytes_of_router)
 
-    def _sign(self, message: Signed, covered: Callable[[Signed], bytes]) -> None:
+    def sign_challenge(
+        self, challenge: worker_pb2.HandoffChallenge, theirs: worker_pb2.HandoffChallenge
+    ) -> None:
+        """Set key id and signature of a challenge that answers `theirs`."""
+        self._sign(challenge, _bytes_of_challenge, _answering(theirs))
+
+    def verify_challenge(
+        self, challenge: worker_pb2.HandoffChallenge, ours: worker_pb2.HandoffChallenge
+    ) -> bool:
+        """Whether one of our workers has answered `ours` with it."""
+        return self._verify(challenge, _bytes_of_challenge, _answering(ours))
+
+    def sign_hello(
+        self, hello: worker_pb2.HandoffHello, theirs: worker_pb2.HandoffChallenge
+    ) -> None:
+        """Set key id and signature of a hello that answers a challenge."""
+        self._sign(hello, _bytes_of_hello, _answering(theirs))
+
+    def verify_hello(
+        self, hello: worker_pb2.HandoffHello, ours: worker_pb2.HandoffChallenge
+    ) -> bool:
+        """Whether one of our workers has answered our challenge with it."""
+        return self._verify(hello, _bytes_of_hello, _answering(ours))
+
+    def _sign(
+        self, message: Signed, covered: Callable[[Signed], bytes], besides: bytes = b""
+    ) -> None:
         self._refresh()
         message.key_id, secret = next(iter(self._keys.items()))
-        message.signature = hmac.digest(secret, covered(message), hashlib.sha256)
+        message.signature = hmac.digest(secret, covered(message) + besides, hashlib.sha256)
 
-    def _verify(self, message: Signed, covered: Callable[[Signed], bytes]) -> bool:
+    def _verify(
+        self, message: Signed, covered: Callable[[Signed], bytes], besides: bytes = b""
+    ) -> bool:
         self._refresh()
         secret = self._keys.get(message.key_id)
         if secret is None:
             return False
-        expected = hmac.digest(secret, covered(message), hashlib.sha256)
+        expected = hmac.digest(secret, covered(message) + besides, hashlib.sha256)
         return hmac.compare_digest(expected, message.signature)
 
     def _refresh(self) -> None:

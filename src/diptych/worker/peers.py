@@ -1,15 +1,17 @@
 """A worker's streams to the workers that it hands KV to, or reads it from.
 
-The decode worker calls, the prefill worker answers; from then on both ends are alike: the first
-frame is a hello, what follows passes between the two engines unread. A stream that breaks is opened
-again. A peer that stays away for `gone_s`, or comes back as another incarnation, is reported to the
-engine as gone.
+The decode worker calls, the prefill worker answers: each draws a challenge for the stream, and
+tells the other how its memory is read, in its hello, only once the other has shown that it has the
+ticket keys. From then on both ends are alike: what follows passes between the two engines unread. A
+stream that breaks is opened again. A peer that stays away for `gone_s`, or comes back as another
+incarnation, is reported to the engine as gone.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass, field
 from functools import partial
@@ -45,6 +47,7 @@ logger = logging.getLogger(__name__)
 
 MAX_PEERS = 256
 MAX_QUEUED = 1024
+NONCE_BYTES = 16
 _FIRST_BACKOFF_S = 0.05
 _MAX_BACKOFF_S = 1.0
 
@@ -92,7 +95,7 @@ class PeerStreams:
         keys: TicketKeys | None = None,
     ) -> None:
         """`hello` is what this worker says of itself; without cards it takes no part. With `keys`
-        hellos are signed, and those of others must be."""
+        challenges and hellos are signed, and those of others must be."""
         self._keys = keys
         self._engine = engine
         self._hello = hello
@@ -170,21 +173,26 @@ class PeerStreams:
         """Serve one stream of a decode worker to its end.
 
         Raises:
-            InvalidRequestError: the first frame is no hello, or one that does not fit.
+            InvalidRequestError: the frames are no challenge and no hello, or do not fit.
             AuthenticationError: the hello is not one of ours.
             UnavailableError: this worker takes no part in direct hand-offs.
             CapacityError: too many peers.
         """
         if not self.direct:
             raise UnavailableError(f"worker {self._hello.worker_id} hands nothing over directly")
+        coming = aiter(frames)
+        ours = self._challenge()
         try:
             async with asyncio.timeout(self._times.hello_s):
-                first = await anext(aiter(frames), None)
+                theirs = _challenge_of(await anext(coming, None))
+                if self._keys is not None:
+                    self._keys.sign_challenge(ours, theirs)
+                await context.write(worker_pb2.HandoffFrame(challenge=ours))
+                hello = self._checked(await anext(coming, None), ours, theirs)
         except TimeoutError:
             raise DeadlineError("no hello came") from None
-        hello = self._checked(first)
-        await context.write(worker_pb2.HandoffFrame(hello=self._signed_hello()))
-        await self._run(hello, frames, context)
+        await context.write(worker_pb2.HandoffFrame(hello=self._signed_hello(theirs)))
+        await self._run(hello, coming, context)
 
     async def close(self) -> None:
         """End every stream; the engine is told nothing more."""
@@ -263,25 +271,41 @@ class PeerStreams:
         elif link.failure:
             logger.warning("worker %s cannot be read: %s", peer.worker_id, link.failure)
 
-    def _signed_hello(self) -> worker_pb2.HandoffHello:
-        """Signed anew each time: keys rotate."""
-        if self._keys is not None:
-            self._keys.sign_hello(self._hello)
-        return self._hello
+    def _challenge(self) -> worker_pb2.HandoffChallenge:
+        """For one stream."""
+        return worker_pb2.HandoffChallenge(
+            nonce=secrets.token_bytes(NONCE_BYTES), incarnation=self._hello.incarnation
+        )
 
-    def _checked(self, frame: worker_pb2.HandoffFrame | None) -> worker_pb2.HandoffHello:
-        """The hello of a stream's first frame.
+    def _signed_hello(self, theirs: worker_pb2.HandoffChallenge) -> worker_pb2.HandoffHello:
+        """For who has sent that challenge."""
+        if self._keys is None:
+            return self._hello
+        hello = worker_pb2.HandoffHello()
+        hello.CopyFrom(self._hello)
+        self._keys.sign_hello(hello, theirs)
+        return hello
+
+    def _checked(
+        self,
+        frame: worker_pb2.HandoffFrame | None,
+        ours: worker_pb2.HandoffChallenge,
+        theirs: worker_pb2.HandoffChallenge,
+    ) -> worker_pb2.HandoffHello:
+        """The hello that a frame must be.
 
         Raises:
             InvalidRequestError: it is none, or its worker and this one cannot hand over.
-            AuthenticationError: none of the ticket keys has signed it.
+            AuthenticationError: none of the ticket keys has signed it for this stream.
             CapacityError: there are too many peers already.
         """
         if frame is None or frame.WhichOneof("frame") != "hello":
-            raise InvalidRequestError("the first frame of a hand-off stream must be a hello")
+            raise InvalidRequestError("the second frame of a hand-off stream must be a hello")
         hello = frame.hello
-        if self._keys is not None and not self._keys.verify_hello(hello):
+        if self._keys is not None and not self._keys.verify_hello(hello, ours):
             raise AuthenticationError("the hello's signature does not hold")
+        if hello.incarnation != theirs.incarnation:
+            raise InvalidRequestError("the hello is of another incarnation than the challenge")
         if not (hello.worker_id and hello.incarnation and hello.cards):
             raise InvalidRequestError("a hello needs a worker id, an incarnation and cards")
         if hello.kv_namespace != self._hello.kv_namespace:
@@ -332,15 +356,12 @@ class PeerStreams:
         """
         call = stub.Handoff()
         greeted, problem = False, "it closed the stream"
+        frames = _frames(call)
         try:
             async with asyncio.timeout(self._times.hello_s):
-                await call.write(worker_pb2.HandoffFrame(hello=self._signed_hello()))
-                first = await call.read()
-            hello = self._checked(None if first is grpc.aio.EOF else first)
-            if hello.incarnation != peer.incarnation:
-                raise StaleTicketError(f"worker {peer.worker_id} restarted")
+                hello = await self._exchange(peer, call, frames)
             greeted = True
-            await self._run(hello, _frames(call), call)
+            await self._run(hello, frames, call)
         except StaleTicketError:
             raise
         except (grpc.aio.AioRpcError, DiptychError, asyncio.InvalidStateError, TimeoutError) as e:
@@ -349,6 +370,38 @@ class PeerStreams:
         finally:
             call.cancel()
         return greeted, problem
+
+    async def _exchange(
+        self, peer: worker_pb2.HandoffPeer, call: Any, frames: AsyncIterator[Any]
+    ) -> worker_pb2.HandoffHello:
+        """The other side's hello, for ours, which is said once our challenge has been answered.
+
+        Raises:
+            StaleTicketError: another incarnation answers there.
+            InvalidRequestError, AuthenticationError, CapacityError: as `_checked`.
+        """
+        ours = self._challenge()
+        await call.write(worker_pb2.HandoffFrame(challenge=ours))
+        theirs = _challenge_of(await anext(frames, None))
+        if self._keys is not None and not self._keys.verify_challenge(theirs, ours):
+            raise AuthenticationError("the challenge's signature does not hold")
+        if theirs.incarnation != peer.incarnation:
+            raise StaleTicketError(f"worker {peer.worker_id} restarted")
+        await call.write(worker_pb2.HandoffFrame(hello=self._signed_hello(theirs)))
+        return self._checked(await anext(frames, None), ours, theirs)
+
+
+def _challenge_of(frame: worker_pb2.HandoffFrame | None) -> worker_pb2.HandoffChallenge:
+    """The challenge of a stream's first frame.
+
+    Raises:
+        InvalidRequestError: it is none.
+    """
+    if frame is None or frame.WhichOneof("frame") != "challenge":
+        raise InvalidRequestError("the first frame of a hand-off stream must be a challenge")
+    if len(frame.challenge.nonce) != NONCE_BYTES:
+        raise InvalidRequestError(f"a challenge has {NONCE_BYTES} bytes")
+    return frame.challenge
 
 
 async def _write(peer: _Peer, call: Any) -> None:
@@ -363,7 +416,7 @@ async def _wait(ended: asyncio.Event) -> None:
 
 
 async def _frames(call: Any) -> AsyncIterator[worker_pb2.HandoffFrame]:
-    """What is left to read of a call that has been read from."""
+    """What a call that is written to says."""
     while (frame := await call.read()) is not grpc.aio.EOF:
         yield frame
 

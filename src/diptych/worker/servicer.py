@@ -13,6 +13,7 @@ from diptych.config import EngineConfig, WorkerConfig
 from diptych.connectors.checks import goes_through_store
 from diptych.connectors.tickets import TicketKeys, TicketVerifier
 from diptych.errors import (
+    AuthenticationError,
     CapacityError,
     DeadlineError,
     DiptychError,
@@ -74,6 +75,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
         self._table = RequestTable()
         self._changed = asyncio.Event()
         self._aborts: set[asyncio.Task[None]] = set()
+        self._keys = keys
         self._tickets = TicketVerifier(keys, identity.incarnation, clock)
         self._hub = StreamHub(
             identity.incarnation,
@@ -145,7 +147,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
                 first = await anext(aiter(request_iterator), None)
         except TimeoutError:
             raise DeadlineError("no Hello came") from None
-        hello = _checked_hello(first)
+        hello = _checked_hello(first, self._keys, self._identity.incarnation)
         await until_first_ends(
             self._write(hello, context), self._read(hello.router_incarnation, request_iterator)
         )
@@ -320,11 +322,14 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
             logger.warning("an abort did not reach the engine: %s", task.exception())
 
 
-def _checked_hello(first: worker_pb2.RouterMessage | None) -> worker_pb2.Hello:
+def _checked_hello(
+    first: worker_pb2.RouterMessage | None, keys: TicketKeys | None, incarnation: str
+) -> worker_pb2.Hello:
     """The stream's first message.
 
     Raises:
         InvalidRequestError: it is no Hello, or of a version that is not understood.
+        AuthenticationError: none of our routers has said it, or not to this incarnation.
     """
     if first is None or first.WhichOneof("message") != "hello":
         raise InvalidRequestError("the first message of a stream must be a Hello")
@@ -335,4 +340,6 @@ def _checked_hello(first: worker_pb2.RouterMessage | None) -> worker_pb2.Hello:
         raise InvalidRequestError(
             f"protocol version {hello.protocol_version} is not within one of {PROTOCOL_VERSION}"
         )
+    if keys is not None and not (hello.audience == incarnation and keys.verify_router(hello)):
+        raise AuthenticationError("the Hello's signature does not hold")
     return hello
