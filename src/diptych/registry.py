@@ -129,12 +129,14 @@ class Members(Generic[R]):
 
 
 class Registry:
-    """The registry's calls, each with a deadline. `Heartbeat` and `Watch` are its loops."""
+    """The registry's calls, each with a deadline. `Heartbeat` and `Watch` are its loops, of which
+    the first that loses Redis says so for all (`complained`)."""
 
     def __init__(self, config: RedisConfig, clock: Clock | None = None) -> None:
         self.config = config
         self.clock = clock or SystemClock()
         self.redis = RedisClient(config)
+        self.complained = False
         self._announce = self.redis.script(_ANNOUNCE)
         self._withdraw = self.redis.script(_WITHDRAW)
         self._list = self.redis.script(_LIST)
@@ -224,19 +226,25 @@ class _Loop:
                 await self._step()
             except UnavailableError as error:
                 if not self._failing:
-                    _log.warning("%s%s", error, "; membership is frozen" if self.ready else "")
+                    self._complain(error)
                     self._lost()
                 self._failing = True
             except Exception:
                 # a loop that dies silently would drop the process from the cluster
                 _log.exception("registry loop")
             else:
-                if self._failing:
+                if self._failing and self._registry.complained:
                     _log.info("Redis answers again")
+                    self._registry.complained = False
                 self._failing = False
                 self.ready = True
             if not self._closing:
                 await self._registry.clock.sleep(self._registry.config.heartbeat_s)
+
+    def _complain(self, error: UnavailableError) -> None:
+        if not self._registry.complained:
+            self._registry.complained = True
+            _log.warning("%s%s", error, "; membership is frozen" if self.ready else "")
 
 
 class Heartbeat(_Loop):

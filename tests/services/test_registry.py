@@ -11,9 +11,11 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
+from diptych.clock import SystemClock
 from diptych.config import RedisConfig
 from diptych.embedded_redis import EmbeddedRedis, find_server
 from diptych.errors import ConfigError, UnavailableError
@@ -129,6 +131,25 @@ async def test_redis_missing_at_start_is_not_ready_and_tried_again() -> None:
                 await until(lambda: heartbeat.ready)
                 assert heartbeat.problem == ""
         await registry.close()
+
+
+@pytest.mark.anyio
+async def test_a_lost_redis_is_told_once_for_all_loops(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class Clock(SystemClock):
+        slept: ClassVar[set[asyncio.Task[None] | None]] = set()
+
+        async def sleep(self, seconds: float) -> None:
+            self.slept.add(asyncio.current_task())
+            await super().sleep(seconds)
+
+    registry = Registry(config("redis://127.0.0.1:1"), Clock())
+    async with Heartbeat(registry, lambda: WORKER), Watch(registry, WorkerRecord):
+        await until(lambda: len(Clock.slept) == 2)  # both have failed
+    await registry.close()
+    assert len(caplog.messages) == 1
+    assert "does not answer" in caplog.messages[0]
 
 
 @pytest.mark.anyio
