@@ -6,14 +6,17 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Coroutine, Iterator
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from diptych.errors import ConfigError, InvalidRequestError, TransferError, UnavailableError
 
 if TYPE_CHECKING:
     from diptych.connectors.store_client import StoreClient
-    from diptych.connectors.store_cluster import StoreCluster
+    from diptych.connectors.store_cluster import StoreCluster, StoreNode
+    from diptych.registry import Registry, StoreRecord
+
+T = TypeVar("T")
 
 _TIMEOUT_S = 10.0
 _CHECK_S = 120.0
@@ -71,23 +74,62 @@ def add_arguments(store: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Do one action on all nodes; 1 where a node did not answer or something was damaged."""
-    from diptych.connectors.store_settings import StoreSettings  # not for the help
+    """Do one action on all nodes; 1 where a node did not answer, something was damaged, or an
+    object that was named is not there."""
+    from diptych.connectors.store_cluster import FixedNodes, StoreCluster  # not for the help
 
     if not (args.kvstore or args.redis):
         raise ConfigError("name the store with --kvstore HOST:PORT or --redis URL")
     if args.action == "find":
         return _find(args)
-    settings = StoreSettings(
-        kvstore=args.kvstore or "",
-        redis="" if args.kvstore else args.redis,
-        registry_prefix=args.registry_prefix,
-    )
-    cluster = settings.open(timeout_s=_TIMEOUT_S)
+    cluster = StoreCluster(FixedNodes(_nodes(args)), timeout_s=_TIMEOUT_S)
     try:
         return _ACTIONS[args.action](cluster, args)
     finally:
         cluster.close()
+
+
+def _nodes(args: argparse.Namespace) -> list[str | StoreNode]:
+    """Addresses, or what the registry says once: who asks once needs no watch.
+
+    Raises:
+        UnavailableError: Redis does not answer, or knows no node.
+        ConfigError: what is named cannot be an address, or a Redis.
+    """
+    import asyncio
+
+    from diptych.config_checks import check_address
+    from diptych.connectors.store_cluster import StoreNode
+
+    if args.kvstore:
+        addresses = [address.strip() for address in args.kvstore.split(",")]
+        for address in addresses:
+            check_address("--kvstore", address)
+        return list(addresses)
+    records = asyncio.run(_with_registry(args, _registered))
+    if not records:
+        raise UnavailableError("no node of the KV store is registered")
+    return [StoreNode(id_, record.address) for id_, record in records.items()]
+
+
+async def _with_registry(
+    args: argparse.Namespace, ask: Callable[[Registry], Coroutine[Any, Any, T]]
+) -> T:
+    from diptych.config import RedisConfig
+    from diptych.registry import Registry
+
+    config = RedisConfig(redis=args.redis, registry_prefix=args.registry_prefix)
+    registry = Registry(config)
+    try:
+        return await ask(registry)
+    finally:
+        await registry.close()
+
+
+async def _registered(registry: Registry) -> dict[str, StoreRecord]:
+    from diptych.registry import StoreRecord
+
+    return (await registry.members(StoreRecord)).records
 
 
 def _stats(cluster: StoreCluster, args: argparse.Namespace) -> int:
@@ -115,25 +157,18 @@ def _find(args: argparse.Namespace) -> int:
     """One line for every holder of every key; 1 where a key has none."""
     import asyncio
 
-    from diptych.config import RedisConfig
-    from diptych.registry import Registry, StoreRecord
     from diptych.services.kvstore.directory import Directory, Holder
 
     if not args.redis:
         raise ConfigError("the directory is in Redis: name it with --redis URL")
     keys = _keys(args)
 
-    async def look_up() -> list[list[Holder]]:
-        config = RedisConfig(redis=args.redis, registry_prefix=args.registry_prefix)
-        registry = Registry(config)
-        try:
-            nodes = (await registry.members(StoreRecord)).records
-            return await Directory(registry.redis).lookup(sorted(nodes), keys)
-        finally:
-            await registry.close()
+    async def look_up(registry: Registry) -> list[list[Holder]]:
+        nodes = sorted(await _registered(registry))
+        return await Directory(registry.redis).lookup(nodes, keys)
 
     missing = 0
-    for key, holders in zip(keys, asyncio.run(look_up()), strict=True):
+    for key, holders in zip(keys, asyncio.run(_with_registry(args, look_up)), strict=True):
         if not holders:
             missing += 1
             sys.stderr.write(f"no node has {key.hex()}\n")
@@ -162,48 +197,58 @@ def _evict(cluster: StoreCluster, args: argparse.Namespace) -> int:
 
     if bool(args.keys) == args.all:
         raise ConfigError("name the KEYs to evict, or --all")
-    request = pb.EvictRequest(keys=_keys(args), all=args.all)
+    keys = _keys(args)
+    missing = set(keys)
+    request = pb.EvictRequest(keys=keys, all=args.all)
     removed = failed = 0
     for client in _clients(cluster).values():
         try:
+            if keys:
+                present = client.ask("Exists", pb.ExistsRequest(keys=keys)).present
+                missing -= {key for key, there in zip(keys, present, strict=True) if there}
             removed += client.ask("Evict", request).num_objects
         except TransferError as error:
             failed = _complain(error)
     _say(f"{removed} objects removed")
-    return failed
+    return failed | _miss(keys, missing)
 
 
 def _verify(cluster: StoreCluster, args: argparse.Namespace) -> int:
+    named = _keys(args)
+    missing = set(named)
     whole = damaged = failed = 0
     for node_id, client in _clients(cluster).items():
         try:
-            keys = _keys(args) or [item.key for item in _objects(client)]
+            keys = named or [item.key for item in _objects(client)]
             for start in range(0, len(keys), _CHECK_BATCH):
                 good, bad = _check(client, keys[start : start + _CHECK_BATCH])
-                whole += good
+                missing -= {*good, *bad}
+                whole += len(good)
                 damaged += len(bad)
                 for key in bad:
                     _say(f"{node_id} {key.hex()} was damaged and is removed")
         except TransferError as error:
             failed = _complain(error)
     _say(f"{whole} objects are whole, {damaged} were damaged")
-    return 1 if damaged else failed
+    return failed | int(damaged > 0) | _miss(named, missing)
 
 
-def _check(client: StoreClient, keys: list[bytes]) -> tuple[int, list[bytes]]:
-    """How many objects are whole, and which were damaged."""
+def _check(client: StoreClient, keys: list[bytes]) -> tuple[list[bytes], list[bytes]]:
+    """Which objects are whole, and which were damaged; what is not there is in neither."""
     from diptych.proto import kvstore_pb2 as pb
 
     statuses = client.ask("Check", pb.CheckRequest(keys=keys), _CHECK_S).statuses
-    whole = sum(status == pb.ITEM_STATUS_OK for status in statuses)
-    pairs = zip(keys, statuses, strict=True)
+    pairs = list(zip(keys, statuses, strict=True))
+    whole = [key for key, status in pairs if status == pb.ITEM_STATUS_OK]
     return whole, [key for key, status in pairs if status == pb.ITEM_STATUS_INVALID]
 
 
 def _pin(cluster: StoreCluster, args: argparse.Namespace) -> int:
     from diptych.proto import kvstore_pb2 as pb
 
-    request = pb.PinRequest(keys=_keys(args), level=getattr(pb, _LEVELS[args.level]))
+    keys = _keys(args)
+    missing = set(keys)
+    request = pb.PinRequest(keys=keys, level=getattr(pb, _LEVELS[args.level]))
     pinned = refused = failed = 0
     for client in _clients(cluster).values():
         try:
@@ -211,17 +256,24 @@ def _pin(cluster: StoreCluster, args: argparse.Namespace) -> int:
         except TransferError as error:
             failed = _complain(error)
             continue
+        pairs = zip(keys, statuses, strict=True)
+        missing -= {key for key, status in pairs if status != pb.ITEM_STATUS_NOT_FOUND}
         pinned += sum(status == pb.ITEM_STATUS_OK for status in statuses)
         refused += sum(status == pb.ITEM_STATUS_NO_SPACE for status in statuses)
     _say(f"{pinned} copies set to {args.level}" + (f", {refused} beyond the bound" * bool(refused)))
-    return failed or int(refused > 0)
+    return failed | int(refused > 0) | _miss(keys, missing, " in memory")
+
+
+def _miss(keys: list[bytes], missing: set[bytes], where: str = "") -> int:
+    """A line for each of the keys that no node has; 1 where there is one."""
+    for key in dict.fromkeys(keys):
+        if key in missing:
+            sys.stderr.write(f"not found{where}: {key.hex()}\n")
+    return int(bool(missing))
 
 
 def _clients(cluster: StoreCluster) -> dict[str, StoreClient]:
-    clients = cluster.clients()
-    if not clients:
-        raise UnavailableError("no node of the KV store is registered")
-    return dict(sorted(clients.items()))
+    return dict(sorted(cluster.clients().items()))
 
 
 def _objects(client: StoreClient) -> Iterator[Any]:

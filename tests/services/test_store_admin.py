@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -11,9 +12,12 @@ from contextlib import ExitStack
 import pytest
 
 from diptych.cli import main
+from diptych.config import RedisConfig
 from diptych.connectors.store_client import StoreClient
+from diptych.connectors.store_membership import RegistryNodes
 from diptych.connectors.store_results import PutItem
 from diptych.embedded_redis import EmbeddedRedis
+from diptych.errors import ConfigError
 from tests.services.test_kvstore import Node, key, patient, put, running_node
 
 Out = pytest.CaptureFixture[str]
@@ -107,9 +111,51 @@ def test_find_asks_the_directory(capsys: Out) -> None:
         while find(stored):
             assert time.monotonic() < deadline
         assert capsys.readouterr().out == f"b {stored.hex()} 100 dram\n"
+        assert main(["store", "stats", "--redis", url]) == 0
+        rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+        assert [row[:2] for row in rows[1:]] == [["a", "0"], ["b", "1"]]
         assert find(unknown) == 1
         captured = capsys.readouterr()
         assert (captured.out, captured.err) == ("", f"no node has {unknown.hex()}\n")
+
+
+@pytest.mark.parametrize("action", ["evict", "verify", "pin"])
+def test_an_object_that_no_node_has_is_named(
+    node: Node, client: StoreClient, capsys: Out, action: str
+) -> None:
+    there, unknown = key(), key()
+    put(client, {there: b"bytes"})
+    assert store(node, action, there.hex(), unknown.hex()) == 1
+    captured = capsys.readouterr()
+    assert captured.err.startswith("not found")
+    assert unknown.hex() in captured.err
+    assert there.hex() not in captured.err
+    assert captured.out.startswith("1 ")
+
+
+def test_what_is_no_address_is_refused_before_anything_is_asked(capsys: Out) -> None:
+    assert main(["store", "stats", "--kvstore", "foo"]) == 1
+    assert capsys.readouterr().err == "diptych: --kvstore must be host:port, not 'foo'\n"
+    assert main(["store", "stats", "--redis", "foo"]) == 1
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith("diptych: bad Redis URL foo: ")
+    with pytest.raises(ConfigError, match="bad Redis URL foo"):
+        RegistryNodes(RedisConfig(redis="foo"))
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_redis_that_does_not_answer_says_nothing_of_nodes(capsys: Out, frozen: bool) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        port = silent.getsockname()[1] if frozen else 1
+        assert main(["store", "stats", "--redis", f"redis://127.0.0.1:{port}"]) == 1
+    [line] = capsys.readouterr().err.splitlines()
+    assert f"Redis at redis://127.0.0.1:{port} does not answer" in line
+
+
+def test_a_registry_without_a_node_is_named(capsys: Out) -> None:
+    with EmbeddedRedis() as url:
+        assert main(["store", "stats", "--redis", url]) == 1
+    assert "no node of the KV store is registered" in capsys.readouterr().err
 
 
 def test_what_cannot_be_done_is_said(node: Node, capsys: Out) -> None:

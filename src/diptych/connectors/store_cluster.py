@@ -59,10 +59,11 @@ class StoreNodes(Protocol):
 
 
 class FixedNodes:
-    """Nodes by address, for good."""
+    """Nodes for good: named, or by address alone."""
 
-    def __init__(self, addresses: Iterable[str]) -> None:
-        self._nodes = {a: StoreNode(node_id=a, address=a) for a in addresses}
+    def __init__(self, nodes: Iterable[str | StoreNode]) -> None:
+        known = [StoreNode(n, n) if isinstance(n, str) else n for n in nodes]
+        self._nodes = {node.node_id: node for node in known}
 
     def nodes(self) -> dict[str, StoreNode]:
         return self._nodes

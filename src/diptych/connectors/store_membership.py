@@ -17,10 +17,14 @@ from diptych.registry import Registry, StoreRecord, Watch
 
 
 class RegistryNodes:
-    """Starts the thread at once; `nodes` is empty until the registry has answered."""
+    """Starts the thread at once; `nodes` is empty until the registry has answered.
+
+    Raises:
+        ConfigError: the URL cannot be one of a Redis.
+    """
 
     def __init__(self, config: RedisConfig) -> None:
-        self._config = config
+        self._registry = Registry(config)
         self._nodes: dict[str, StoreNode] = {}
         self._watchers: list[Callable[[], None]] = []
         self._loop = asyncio.new_event_loop()
@@ -52,12 +56,11 @@ class RegistryNodes:
             runner.run(self._watch())
 
     async def _watch(self) -> None:
-        registry = Registry(self._config)
         try:
-            async with Watch(registry, StoreRecord, self._on_change):
+            async with Watch(self._registry, StoreRecord, self._on_change):
                 await self._stop.wait()
         finally:
-            await registry.close()
+            await self._registry.close()
 
     def _on_change(self, records: dict[str, StoreRecord]) -> None:
         now = time.monotonic()
