@@ -14,8 +14,10 @@ import msgspec
 import numpy as np
 import pytest
 
+from diptych.connectors.store_wire import socket_name
 from diptych.connectors.transports.base import (
     Endpoint,
+    Offer,
     ReadFailure,
     ReadState,
     Runs,
@@ -35,6 +37,7 @@ from diptych.connectors.transports.tcp_wire import (
     WELCOME,
     TlsFiles,
 )
+from diptych.connectors.transports.thread import TransferThread
 from diptych.errors import ConfigError, TransferError
 from tests.certificates import files_of, make_certificates
 from tests.connectors.transport_pair import (
@@ -409,6 +412,66 @@ def test_rubbish_does_not_hurt_a_source(sources: dict[str, Source]) -> None:
     peer = reader.transport.connect(sources["tcp"].endpoint)
     assert reader.wait(reader.read(peer, Runs.of([(0, 0, MIB)]))) is ReadState.DONE
     reader.close()
+
+
+# --- readers that do not say who they are
+
+
+def raw(offer: Offer) -> socket.socket:
+    """A connection to a source that says nothing by itself."""
+    if offer.transport == "shm":
+        connection = socket.socket(socket.AF_UNIX)
+        connection.connect(socket_name(offer.address))
+    else:
+        host, _, port = offer.address.rpartition(":")
+        connection = socket.create_connection((host, int(port)))
+    connection.settimeout(60)
+    return connection
+
+
+def shorten_hello(name: str, monkeypatch: pytest.MonkeyPatch, *, readers: int) -> None:
+    module = f"diptych.connectors.transports.{'shm' if name == 'shm' else 'tcp_server'}"
+    monkeypatch.setattr(f"{module}._HELLO_DEADLINE_S", 0.3)
+    monkeypatch.setattr(f"{module}._MAX_CLIENTS", readers)
+
+
+@pytest.mark.parametrize("name", ["shm", "tcp"])
+def test_a_reader_that_says_nothing_is_let_go_though_the_source_sleeps(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shorten_hello(name, monkeypatch, readers=8)
+    transport = make(name)
+    thread = TransferThread([transport], HostMemory.shared(MIB), "idle")
+    try:
+        offer = thread.start().offer(name)
+        assert offer is not None
+        with raw(offer) as connection:
+            assert connection.recv(1) == b"", "nothing else wakes the source"
+        assert transport.tick_s() is None, "with nobody to wait for it sleeps for ever again"
+    finally:
+        thread.close()
+
+
+@pytest.mark.parametrize("name", ["shm", "tcp"])
+def test_readers_that_say_nothing_keep_no_place_from_one_that_does(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shorten_hello(name, monkeypatch, readers=2)
+    transport = make(name)
+    transport.register("kv", HostMemory.shared(MIB))
+    offer = transport.offer()
+    assert offer is not None
+    with contextlib.ExitStack() as stack:
+        stack.callback(transport.close)
+        for _ in range(2):
+            stack.enter_context(raw(offer))
+            transport.progress()
+        time.sleep(transport.tick_s() or 0)
+        reader = stack.enter_context(raw(offer))
+        reader.sendall(offer.token if name == "shm" else MAGIC + offer.token)
+        transport.progress()  # lets the two go, and this one in
+        transport.progress()
+        assert reader.recv(4), "the one that has the token is served"
 
 
 # --- TLS

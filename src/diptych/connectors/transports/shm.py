@@ -158,15 +158,16 @@ class ShmTransport(Transport):
         self._peers.discard(peer)
 
     def progress(self) -> None:
-        for fd, _ in self._epoll.poll(0):
-            if self._listener is not None and fd == self._listener.fileno():
-                self._accept()
-            elif fd in self._clients:
-                self._greet(fd)
+        ready = {fd for fd, _ in self._epoll.poll(0)}
+        # a hello that came in time counts, however late we are; who sent none makes room first
+        for fd in ready & self._clients.keys():
+            self._greet(fd)
         now = time.monotonic()
-        for fd, (_, deadline_s) in list(self._clients.items()):
-            if deadline_s is not None and now > deadline_s:
+        for fd, deadline_s in self._strangers():
+            if now >= deadline_s:
                 self._drop_client(fd)
+        if self._listener is not None and self._listener.fileno() in ready:
+            self._accept()
         for peer in list(self._peers):
             self._hear(peer)
 
@@ -174,8 +175,10 @@ class ShmTransport(Transport):
         return [self._epoll.fileno()]
 
     def tick_s(self) -> float | None:
-        waiting = any(self._ready(read) for read in self._reads)
-        return 0.0 if waiting else None
+        if any(self._ready(read) for read in self._reads):
+            return 0.0
+        first_s = min((deadline_s for _, deadline_s in self._strangers()), default=None)
+        return None if first_s is None else max(0.0, first_s - time.monotonic())
 
     def close(self) -> None:
         if self._epoll.closed:
@@ -249,6 +252,10 @@ class ShmTransport(Transport):
             self._end(handle, ReadFailure.PEER_GONE, why)
 
     # --- serving
+
+    def _strangers(self) -> list[tuple[int, float]]:
+        """Who has not shown the token yet, with when it must go."""
+        return [(fd, due) for fd, (_, due) in self._clients.items() if due is not None]
 
     def _listen(self) -> None:
         listener = socket.socket(socket.AF_UNIX)

@@ -174,7 +174,9 @@ class TcpTransport(Transport):
         return [self._epoll.fileno()]
 
     def tick_s(self) -> float | None:
-        return 0.0 if any(peer.stopped_early for peer in self._peers.values()) else None
+        if any(peer.stopped_early for peer in self._peers.values()):
+            return 0.0
+        return None if self._server is None else self._server.tick_s()
 
     def close(self) -> None:
         if self._epoll.closed:

@@ -73,13 +73,23 @@ class TcpServer:
 
     def progress(self, ready: Mapping[int, int]) -> None:
         """Serve the descriptors that epoll named."""
-        if self._listener.fileno() in ready:
-            self._accept()
+        # a hello that came in time counts, however late we are; who sent none makes room first
         for fd in ready.keys() & self._clients.keys():
             self._serve(self._clients[fd])
         now = time.monotonic()
-        for client in [c for c in self._clients.values() if not c.welcome and now > c.deadline_s]:
+        for client in [c for c in self._strangers if now >= c.deadline_s]:
             self._drop(client)
+        if self._listener.fileno() in ready:
+            self._accept()
+
+    def tick_s(self) -> float | None:
+        """Until the next of those that have not said who they are must go; None: there are none."""
+        first_s = min((client.deadline_s for client in self._strangers), default=None)
+        return None if first_s is None else max(0.0, first_s - time.monotonic())
+
+    @property
+    def _strangers(self) -> list[_Client]:
+        return [client for client in self._clients.values() if not client.welcome]
 
     def close(self) -> None:
         for client in list(self._clients.values()):
