@@ -18,6 +18,7 @@ import secrets
 import socket
 from typing import Self
 
+from diptych.connectors.sealed_memory import SIZE_SEALS
 from diptych.connectors.store_wire import HELLO_BYTES, POOL_SIZE, hello, socket_name
 from diptych.errors import ConfigError
 
@@ -35,8 +36,7 @@ class MemoryPool:
         self.fd = os.memfd_create("diptych-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(self.fd, num_bytes)
-            seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-            fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, seals)
+            fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, SIZE_SEALS)
             self._map = mmap.mmap(self.fd, num_bytes)
         except (OSError, ValueError) as error:
             os.close(self.fd)

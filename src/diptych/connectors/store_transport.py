@@ -13,6 +13,7 @@ from typing import Protocol
 
 import xxhash
 
+from diptych.connectors.sealed_memory import map_sealed
 from diptych.connectors.store_move import Move
 from diptych.connectors.store_stream import StreamMover
 from diptych.connectors.store_wire import POOL_SIZE, boot_id, hello, socket_name
@@ -53,7 +54,8 @@ def open_mover(node: pb.StoreNode, transport: str, timeout_s: float) -> Mover:
 
     Raises:
         OSError: the node cannot be reached that way.
-        TransferError: `memory` is asked for and the node is on another host.
+        TransferError: `memory` is asked for and the node is on another host; or the node does not
+            keep to the protocol.
     """
     here = bool(node.memory_socket) and node.boot_id == boot_id() != ""
     if transport == "memory" and not here:
@@ -79,7 +81,12 @@ class MappedMover:
 
     @classmethod
     def connect(cls, address: str, token: bytes, timeout_s: float) -> MappedMover:
-        """Fetch the memfd from the unix socket and map it."""
+        """Fetch the memfd from the unix socket and map it.
+
+        Raises:
+            OSError: the socket gives none.
+            TransferError: the node could shrink it under us, or it is smaller than it says.
+        """
         with socket.socket(socket.AF_UNIX) as connection:
             connection.settimeout(timeout_s)
             connection.connect(socket_name(address))
@@ -88,7 +95,7 @@ class MappedMover:
         try:
             if len(data) != POOL_SIZE.size or len(fds) != 1:
                 raise ConnectionError("the store refused its memory")
-            return cls(mmap.mmap(fds[0], POOL_SIZE.unpack(data)[0]))
+            return cls(map_sealed(fds[0], POOL_SIZE.unpack(data)[0], "the store's memory"))
         finally:
             for fd in fds:
                 os.close(fd)

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from diptych.connectors.sealed_memory import SIZE_SEALS
+
 if TYPE_CHECKING:
     from torch import Tensor
 
 STAGING_BYTES = 4 << 20
-# its size never changes, so whoever maps it cannot be hurt by a truncation
-SIZE_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
 class HostMemory:

@@ -8,7 +8,6 @@ thread, a slice at a time, so nothing can write once it stopped: every fence hol
 
 from __future__ import annotations
 
-import fcntl
 import hmac
 import logging
 import mmap
@@ -21,6 +20,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from diptych.connectors.sealed_memory import map_sealed
 from diptych.connectors.store_wire import TOKEN_BYTES, boot_id, socket_name
 from diptych.connectors.transports.base import (
     KV,
@@ -34,7 +34,6 @@ from diptych.connectors.transports.base import (
     Runs,
     Transport,
 )
-from diptych.connectors.transports.memory import SIZE_SEALS
 from diptych.errors import TransferError
 
 _log = logging.getLogger(__name__)
@@ -322,8 +321,6 @@ def _map(data: bytes, fds: list[int]) -> dict[str, NDArray[np.uint8]]:
         raise TransferError(f"{len(regions)} regions came with {len(fds)} descriptors")
     views = {}
     for (name, num_bytes), fd in zip(regions, fds, strict=True):
-        seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
-        if seals & SIZE_SEALS != SIZE_SEALS or not 0 < num_bytes <= os.fstat(fd).st_size:
-            raise TransferError(f"region {name} is not sealed at its size")
-        views[name] = np.frombuffer(mmap.mmap(fd, num_bytes, access=mmap.ACCESS_READ), np.uint8)
+        mapped = map_sealed(fd, num_bytes, f"region {name}", mmap.ACCESS_READ)
+        views[name] = np.frombuffer(mapped, np.uint8)
     return views
