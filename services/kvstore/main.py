@@ -56,7 +56,7 @@ async def serve(config: KVStoreConfig, redis_config: RedisConfig, stop: asyncio.
             incarnation=secrets.token_hex(16),
             boot_id=boot_id(),
             memory_socket=memory.address,
-            stream_address=reachable(config, stream.port),
+            stream_address=reachable(config, stream.port, redis_config.redis),
             access_token=token,
         )
         membership = Membership(config, redis_config, tiers, node)

@@ -59,8 +59,9 @@ class Membership:
             life_s=self._redis_config.liveness_s,
         )
         await stack.enter_async_context(writer)
-        address = reachable(self._config, port)
-        admin_address = reachable(self._config, admin_port)
+        directory_url = self._redis_config.redis
+        address = reachable(self._config, port, directory_url)
+        admin_address = reachable(self._config, admin_port, directory_url)
         self._heartbeat = Heartbeat(registry, lambda: self._record(address, admin_address))
         await stack.enter_async_context(self._heartbeat)
         self._watch = await stack.enter_async_context(Watch(registry, StoreRecord))
@@ -77,9 +78,13 @@ class Membership:
         )
 
 
-def reachable(config: KVStoreConfig, port: int) -> str:
-    """host:port that others reach one of our ports at; only the gRPC port itself may be mapped."""
+def reachable(config: KVStoreConfig, port: int, directory_url: str | None) -> str:
+    """host:port that others reach one of our ports at; only the gRPC port itself may be mapped.
+
+    Raises:
+        AddressError: those who find the node through the directory could not reach it.
+    """
     if config.advertise_address is None:
-        return reachable_address(config.host, port, None)
+        return reachable_address(config.host, port, None, directory_url)
     host, _, advertised_port = config.advertise_address.rpartition(":")
     return f"{host}:{advertised_port if port == config.port else port}"

@@ -60,7 +60,7 @@ def reachable_address(
         raise AddressError(
             f"others cannot reach this process: it listens on {host or '0.0.0.0'}, and {chosen} is "
             "an address of this machine alone; give --advertise-address HOST:PORT, or listen on an "
-            "address of the network",
+            "address of the network (--host 0.0.0.0: on all)",
             param="advertise_address",
         )
     return f"[{chosen}]:{port}" if ":" in chosen else f"{chosen}:{port}"

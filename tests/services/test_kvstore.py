@@ -702,6 +702,17 @@ def test_a_port_in_use_is_one_clear_line(flag: str) -> None:
     ]
 
 
+def test_a_node_that_nobody_could_find_is_one_clear_line() -> None:
+    """It listens on loopback, and the directory through which others find it is elsewhere."""
+    settings = {"store": {"pool_bytes": MIB}, "redis": {"redis": "redis://192.0.2.2:6379"}}
+    process = start_node(settings, PIPE)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 1
+    (line,) = errors.decode().splitlines()
+    assert "others cannot reach this process: it listens on 127.0.0.1" in line
+    assert "--host 0.0.0.0" in line
+
+
 @pytest.mark.parametrize(
     "settings",
     [
