@@ -38,6 +38,8 @@ def test_what_cannot_fit_is_refused_with_the_arithmetic(model: Path) -> None:
         make(model, num_kv_blocks=None, cpu_kv_cache_bytes=MIB // 10, max_model_len=200)
     for part in ("max_model_len 200", "13 blocks of 16 tokens", "there are 8", "128 or less"):
         assert part in str(refused.value)
+    with pytest.raises(ConfigError, match=r"there are 0 .*; raise the budget$"):
+        make(model, num_kv_blocks=None, cpu_kv_cache_bytes=10)
     with pytest.raises(ConfigError, match="num_kv_blocks = 3"):
         make(model, num_kv_blocks=3)
     with pytest.raises(ConfigError, match="2000 is more than the 1024 positions"):

@@ -106,10 +106,11 @@ def num_kv_blocks(
         count, source = max(budget_bytes, 0) // each, budget
     needed = -(-max_model_len // layout.block_size)
     if count < needed:
+        or_shorter = f" or set max_model_len to {count * layout.block_size} or less"
         raise ConfigError(
             f"the KV cache does not fit max_model_len {max_model_len}: that takes {needed} blocks "
             f"of {layout.block_size} tokens, {each / MIB:.2f} MiB each, {needed * each / MIB:.0f} "
-            f"MiB in all, but there are {count} ({source}); raise the budget or set max_model_len "
-            f"to {count * layout.block_size} or less"
+            f"MiB in all, but there are {count} ({source}); raise the budget"
+            f"{or_shorter if count else ''}"
         )
     return count
