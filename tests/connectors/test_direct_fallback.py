@@ -10,9 +10,9 @@ from diptych.connectors.direct_settings import DirectSettings
 from diptych.connectors.direct_worker import DirectWorker
 from diptych.connectors.link_retries import LinkRetries
 from diptych.connectors.transports import choose
-from diptych.connectors.transports.base import Memory
+from diptych.connectors.transports.base import Memory, Transport
 from diptych.connectors.transports.shm import ShmTransport
-from diptych.errors import TransferError
+from diptych.errors import ConfigError, TransferError
 
 
 class Unreaching(ShmTransport):
@@ -27,9 +27,9 @@ def unreaching(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(choose._MAKERS, "shm", lambda settings: Unreaching())
 
 
-def registered(transports: str) -> DirectWorker:
+def registered(transports: str, *, required: bool = False) -> DirectWorker:
     layout = KVLayout(4, 2, 1, 16, 8, "float32")
-    worker = DirectWorker(DirectSettings(transports=transports))
+    worker = DirectWorker(DirectSettings(transports=transports, required=required))
     worker.register_kv_caches(torch.zeros(layout.shape), layout)
     return worker
 
@@ -45,6 +45,22 @@ def test_without_a_transport_that_reaches_the_pool_there_are_no_direct_handoffs(
         assert worker.get_finished().empty
     finally:
         worker.shutdown()
+
+
+def test_where_direct_handoffs_are_required_the_engine_does_not_start() -> None:
+    with pytest.raises(ConfigError, match="no transport can reach the KV pool; set kv_transports"):
+        registered("shm", required=True)
+
+
+def test_the_reason_of_each_transport_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(settings: choose.TransportSettings) -> Transport:
+        raise TransferError("NIXL is not installed")
+
+    monkeypatch.setitem(choose._MAKERS, "nixl", missing)
+    with pytest.raises(ConfigError) as refused:
+        registered("nixl", required=True)
+    assert "no transport works here (nixl: NIXL is not installed)" in refused.value.message
+    assert "\n" not in refused.value.message
 
 
 def test_a_transport_that_does_not_reach_the_pool_is_passed_over(caplog) -> None:

@@ -58,6 +58,13 @@ def test_workers_that_hand_over_directly_have_the_direct_connector(
     assert (extra["lease_s"], extra["transports"], extra["verify_kv"]) == (2.0, "tcp", True)
 
 
+@pytest.mark.parametrize(("handoff", "required"), [("direct", True), ("auto", False)])
+def test_only_direct_workers_need_a_transport_that_works(handoff: str, required: bool) -> None:
+    transfer = config("decode", PLACE, handoff=handoff)
+    assert transfer is not None
+    assert transfer.kv_connector_extra_config["required"] is required
+
+
 def test_an_aggregated_worker_hands_nothing_over() -> None:
     assert config("aggregated", None, handoff="direct") is None
 

@@ -21,6 +21,8 @@ class DirectSettings:
 
     Attributes:
         transports: names in order of preference, comma-separated, or `auto`.
+        required: an engine for whose pool no transport works does not start; else it goes on
+            without direct hand-offs.
         host, tcp_port, grpc_port, advertised_host: where readers are served (0: a free port).
         tls_certificate, tls_key, tls_authority: PEM files; with them nothing travels in the clear.
         tls_name: that a peer's certificate must bear; its address if empty.
@@ -38,6 +40,7 @@ class DirectSettings:
     """
 
     transports: str = "auto"
+    required: bool = False
     host: str = "127.0.0.1"
     tcp_port: int = 0
     grpc_port: int = 0

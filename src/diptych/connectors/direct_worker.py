@@ -17,7 +17,7 @@ from diptych.connectors.direct_settings import DirectSettings
 from diptych.connectors.kv_checksums import checksums_of
 from diptych.connectors.peer_reads import geometry_of
 from diptych.connectors.transports.memory import memory_of
-from diptych.errors import TransferError
+from diptych.errors import ConfigError, TransferError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -49,6 +49,10 @@ class DirectWorker(KVConnectorWorker):
         return self._driver
 
     def register_kv_caches(self, kv_cache: Tensor, layout: KVLayout) -> None:
+        """
+        Raises:
+            ConfigError: direct hand-offs are required, and no transport can reach the cache.
+        """
         memory = memory_of(kv_cache, layout.memfd)
         checksums = None
         if self._settings.verify_kv:
@@ -63,6 +67,12 @@ class DirectWorker(KVConnectorWorker):
                 stores=self._other is not None,
             )
         except TransferError as error:
+            if self._settings.required:
+                raise ConfigError(
+                    f"KV is to go from worker to worker, but {error.message}; set kv_transports to "
+                    "others, or handoff to auto",
+                    param="kv_transports",
+                ) from error
             instead = "computed anew" if self._other is None else "moved through the store"
             _log.error("no direct hand-offs, KV is %s: %s", instead, error.message)
         if self._other is not None:

@@ -115,6 +115,7 @@ def _direct_settings(worker: WorkerConfig, directory_url: str | None) -> dict[st
     reachable = reachable_address(worker.host, 0, worker.advertise_address, directory_url)
     return {
         "transports": worker.kv_transports,
+        "required": worker.handoff == "direct",
         "host": worker.host,
         "advertised_host": reachable.rpartition(":")[0].strip("[]"),
         "lease_s": worker.kv_lease_s,

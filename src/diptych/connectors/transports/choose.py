@@ -68,14 +68,16 @@ def open_transports(
     if AUTO in names:
         useful = NAMES[1:] if settings.tls else _useful(settings.device)
         chosen = [name for name in NAMES if name in useful or name in names]
+    reasons = []
     for name in chosen:
         try:
             opened.append(_MAKERS[name](settings))
         except TransferError as error:
             level = logging.WARNING if name in names else logging.INFO
             _log.log(level, "no transfers over %s: %s", name, error.message)
+            reasons.append(f"{name}: {error.message}")
     if not opened:
-        raise TransferError(f"none of the transports {', '.join(chosen)} works here")
+        raise TransferError(f"no transport works here ({'; '.join(reasons)})")
     return opened
 
 
