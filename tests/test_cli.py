@@ -80,6 +80,14 @@ def test_a_transport_that_nobody_knows_is_not_measured(kind: str) -> None:
     assert "Traceback" not in done.stderr
 
 
+def test_config_show_of_up_has_the_sections_that_are_no_flags_of_it() -> None:
+    shown = run("config", "show", "up", "--port", "81", DIPTYCH_KVSTORE_SSD_PATH="/nvme").stdout
+    for section in ("up", "engine", "router", "planner", "redis", "kvstore", "worker"):
+        assert f"\n{section}:\n" in f"\n{shown}", section
+    assert "port: 81" in shown
+    assert "ssd_path: /nvme" in shown
+
+
 @pytest.mark.parametrize(
     ("argv", "environment", "message"),
     [

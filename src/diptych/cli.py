@@ -42,6 +42,11 @@ _SERVICES: dict[str, tuple[str, tuple[str, ...]]] = {
     "worker": ("an aggregated worker", ("worker", "engine", "redis")),
     "kvstore": ("a node of the KV store", ("kvstore", "redis")),
 }
+# what is read from the environment and a file, beyond the sections that are flags
+_READS = {
+    "up": ("up", "engine", "router", "planner", "redis", "kvstore", "worker"),
+    "serve": ("up", "engine", "router", "planner", "redis", "worker"),
+}
 # of one engine on one machine: nothing is handed over, and there is nothing to choose among
 _NO_EFFECT = {"serve": ("up.prefill", "up.decode", "router.handoff", "router.workers")}
 
@@ -115,7 +120,7 @@ def _add_config(commands: Any, argv: list[str]) -> None:
     of_command = show.add_subparsers(metavar="COMMAND")
     for name, (what, sections) in _SERVICES.items():
         sub = of_command.add_parser(name, help=what)
-        sub.set_defaults(sections=sections)
+        sub.set_defaults(sections=_READS.get(name, sections))
         if argv[:2] == ["config", "show"] and name in argv:
             without = _NO_EFFECT.get(name, ())
             # --config may stand before the command too
@@ -157,9 +162,7 @@ def _settings(args: Any, *sections: str) -> Settings:
 def _up(args: Any) -> int:
     from diptych.launcher import up
 
-    return up.run(
-        _settings(args, "up", "engine", "router", "planner", "redis", "kvstore", "worker")
-    )
+    return up.run(_settings(args, *_READS["up"]))
 
 
 def _serve(args: Any) -> int:
@@ -167,8 +170,7 @@ def _serve(args: Any) -> int:
 
     if args.model is not None:
         setattr(args, "engine.model", args.model)
-    settings = _settings(args, "up", "engine", "router", "planner", "redis", "kvstore", "worker")
-    return up.run(settings, aggregated=True)
+    return up.run(_settings(args, *_READS["serve"]), aggregated=True)
 
 
 def _router(args: Any) -> None:

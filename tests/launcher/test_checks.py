@@ -58,6 +58,50 @@ def test_router_and_workers_must_have_a_way_in_common(
     assert text in caught.value.message
 
 
+def test_a_file_of_api_keys_is_read_before_anything_starts() -> None:
+    settings = load(tuple(SECTIONS), {"router.api_keys": "/nope"}, {})
+    for aggregated in (False, True):
+        with pytest.raises(ConfigError, match="API keys /nope cannot be read"):
+            check_together(settings, aggregated=aggregated)
+
+
+ELSEWHERE = {"redis.redis": "redis://192.0.2.2:26379"}
+
+
+@pytest.mark.parametrize(
+    ("flags", "variables"),
+    [
+        ({}, ["DIPTYCH_WORKER_HOST=0.0.0.0", "DIPTYCH_KVSTORE_HOST=0.0.0.0"]),
+        ({"router.handoff": "direct"}, ["DIPTYCH_WORKER_HOST=0.0.0.0"]),
+        ({"kvstore.advertise_address": "me:1"}, ["DIPTYCH_WORKER_HOST=0.0.0.0"]),
+        ({"worker.host": "192.0.2.7"}, ["DIPTYCH_KVSTORE_HOST=0.0.0.0"]),
+    ],
+)
+def test_beside_a_redis_elsewhere_the_variables_of_up_are_named(
+    flags: dict[str, Any], variables: list[str]
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check_together(load(tuple(SECTIONS), {**ELSEWHERE, **flags}, {}))
+    assert f"here: set {' '.join(variables)}, or" in caught.value.message
+    assert "\n" not in caught.value.message
+    assert "--" not in caught.value.message, "up has no flag for it"
+    environment = dict(variable.split("=") for variable in variables)
+    load(tuple(SECTIONS), {}, environment)
+
+
+def test_one_machine_needs_no_address_of_a_network() -> None:
+    for url in (None, "redis://127.0.0.1:1", "unix:///tmp/redis.sock"):
+        check_together(load(tuple(SECTIONS), {"redis.redis": url}, {}))
+    there = {**ELSEWHERE, "worker.host": "192.0.2.7", "kvstore.host": "192.0.2.7"}
+    check_together(load(tuple(SECTIONS), there, {}))
+    check_together(load(tuple(SECTIONS), there, {}), aggregated=True)
+
+
+def test_serve_beside_a_redis_elsewhere_has_no_store_to_be_reached() -> None:
+    with pytest.raises(ConfigError, match=r"here: set DIPTYCH_WORKER_HOST=0\.0\.0\.0, or"):
+        check_together(load(tuple(SECTIONS), ELSEWHERE, {}), aggregated=True)
+
+
 @pytest.mark.parametrize(
     ("name", "extra", "text"),
     [

@@ -22,6 +22,13 @@ class ProcessSpec:
     environment: dict[str, str] = field(default_factory=dict)
     host: str = "127.0.0.1"  # as it stands in a URL
 
+    @property
+    def address(self) -> str:
+        """host:port of its gRPC, as this machine reaches it."""
+        port = "grpc_port" if self.command == "router" else "port"
+        section = self.command if self.command in self.sections else "worker"
+        return f"{self.host}:{self.sections[section][port]}"
+
 
 @dataclass(frozen=True, slots=True)
 class Machine:
@@ -83,6 +90,7 @@ def worker_spec(
         admin_port=ports[1],
         sections={"engine": engine, "worker": worker, "redis": _redis(settings, redis)},
         environment=environment,
+        host=url_host(worker["host"]),
     )
 
 
@@ -93,7 +101,7 @@ def kvstore_spec(
     kvstore = dataclasses.asdict(settings["kvstore"])
     kvstore.update(port=ports[0], stream_port=ports[1], admin_port=ports[2])
     sections = {"kvstore": kvstore, "redis": _redis(settings, redis)}
-    return ProcessSpec("kvstore", "kvstore", ports[2], sections)
+    return ProcessSpec("kvstore", "kvstore", ports[2], sections, host=url_host(kvstore["host"]))
 
 
 def router_spec(

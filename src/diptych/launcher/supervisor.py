@@ -127,7 +127,7 @@ class Supervisor:
     def _specs(self) -> list[ProcessSpec]:
         if self._aggregated:
             workers = [self._new_worker("aggregated", 0)]
-            addresses = [f"127.0.0.1:{workers[0].sections['worker']['port']}"]
+            addresses = [workers[0].address]
             return [*workers, self._new_router(addresses)]
         up = self._settings["up"]
         store = []
