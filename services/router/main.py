@@ -19,7 +19,7 @@ from diptych.connectors.tickets import TicketIssuer, TicketKeys
 from diptych.errors import ConfigError
 from diptych.models.config import ModelConfig
 from diptych.models.fetch import resolve_model
-from diptych.observe import AdminServer, Status, new_registry, run_until_signal
+from diptych.observe import IDLE_S, AdminServer, Status, new_registry, run_until_signal
 from diptych.registry import Registry, Watch, WorkerRecord
 from diptych.rpc import RpcServer
 from diptych.services.router.api_keys import ApiKeys
@@ -292,6 +292,7 @@ async def _http(app: web.Application, router: RouterConfig) -> AsyncIterator[int
         access_log=None,
         handler_cancellation=True,
         shutdown_timeout=_HANDLERS_END_S,
+        keepalive_timeout=IDLE_S,
     )
     await runner.setup()
     try:

@@ -21,6 +21,10 @@ from diptych.errors import ConfigError, DiptychError
 
 logger = logging.getLogger(__name__)
 
+IDLE_S = 75.0
+"""How long an HTTP connection may be without a whole request header, new or between requests: more
+than the minute for which proxies keep theirs, so that it is they who let go."""
+
 
 def configure_logging(service: str) -> None:
     """Log to stderr, one line a record; the level comes from DIPTYCH_LOG_LEVEL (default INFO)."""
@@ -107,7 +111,9 @@ class AdminServer:
             ]
         )
         check_bindable(self.host, self.port)
-        runner = web.AppRunner(app, handle_signals=False, shutdown_timeout=1.0)
+        runner = web.AppRunner(
+            app, handle_signals=False, shutdown_timeout=1.0, keepalive_timeout=IDLE_S
+        )
         await runner.setup()
         self._runner = runner
         site = web.TCPSite(runner, self.host, self.port)

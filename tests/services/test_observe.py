@@ -13,10 +13,11 @@ from pathlib import Path
 
 import aiohttp
 import pytest
+from aiohttp import web
 from prometheus_client import Counter
 
 from diptych.errors import ConfigError
-from diptych.observe import AdminServer, Status, new_registry, shorten_broken_http
+from diptych.observe import IDLE_S, AdminServer, Status, new_registry, shorten_broken_http
 
 SRC = Path(__file__).resolve().parents[2] / "src"
 
@@ -58,6 +59,54 @@ async def test_broken_http_is_one_line_that_does_not_repeat_it(
     assert "a client sent broken HTTP: Bad" in caplog.text
     assert "SECRET" not in caplog.text
     assert "Traceback" not in caplog.text
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("said", [b"", b"GET /livez HT", b"GET /livez HTTP/1.1\r\nHost: x\r\n"])
+async def test_a_connection_without_a_whole_header_is_not_kept(
+    said: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("diptych.observe.IDLE_S", 0.3)
+    registry = new_registry()
+    async with AdminServer("127.0.0.1", 0, registry=registry, ready=lambda: Status(True)) as admin:
+        reader, writer = await asyncio.open_connection("127.0.0.1", admin.port)
+        writer.write(said)
+        async with asyncio.timeout(60):
+            assert await reader.read() == b""
+        writer.close()
+
+
+@pytest.mark.anyio
+async def test_an_answer_may_take_longer_than_a_connection_may_idle(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("diptych.observe.IDLE_S", 0.3)
+    registry = new_registry()
+
+    async def slow(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse()
+        await response.prepare(request)
+        for part in (b"first ", b"last"):
+            await response.write(part)
+            await asyncio.sleep(0.6)
+        return response
+
+    async with (
+        AdminServer(
+            "127.0.0.1",
+            0,
+            registry=registry,
+            ready=lambda: Status(True),
+            routes=[web.get("/slow", slow)],
+        ) as admin,
+        aiohttp.ClientSession(f"http://127.0.0.1:{admin.port}") as http,
+        http.get("/slow") as answer,
+    ):
+        assert await answer.text() == "first last"
+
+
+def test_a_connection_is_kept_longer_than_proxies_keep_theirs() -> None:
+    assert IDLE_S > 60
 
 
 @pytest.mark.anyio

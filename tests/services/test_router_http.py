@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 from typing import Any
@@ -295,3 +296,16 @@ async def _events(router: Any, path: str, body: Any) -> list[Any]:
     lines = [line[len("data: ") :] for line in text.split("\n\n") if line]
     assert lines[-1] == "[DONE]"
     return [json.loads(line) for line in lines[:-1]]
+
+
+async def test_a_connection_without_a_whole_header_is_not_kept(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("diptych.services.router.main.IDLE_S", 0.3)
+    async with running_router(model, [], wait_ready=False) as router:
+        host, _, port = router.url.removeprefix("http://").rpartition(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n")
+        async with asyncio.timeout(60):
+            assert await reader.read() == b""
+        writer.close()
