@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Generic, Protocol, Self, TypeVar
 
 import msgspec
+import xxhash
 
 from diptych.clock import Clock, SystemClock
 from diptych.config import RedisConfig
@@ -48,7 +49,12 @@ for _, id in ipairs(redis.call('ZRANGEBYSCORE', KEYS[1], '-inf', now_ms)) do
   redis.call('HDEL', KEYS[2], id)
 end
 redis.call('SET', KEYS[3], ARGV[1], 'NX')
-return {redis.call('GET', KEYS[3]), redis.call('HVALS', KEYS[2])}
+local found = {}
+for _, id in ipairs(redis.call('ZRANGE', KEYS[1], 0, -1)) do
+  local record = redis.call('HGET', KEYS[2], id)
+  if record then found[#found + 1] = {id, record} end
+end
+return {redis.call('GET', KEYS[3]), found}
 """
 
 
@@ -140,6 +146,8 @@ class Registry:
         self._announce = self.redis.script(_ANNOUNCE)
         self._withdraw = self.redis.script(_WITHDRAW)
         self._list = self.redis.script(_LIST)
+        # by kind: digests of what the last answer had that cannot be read, and was told
+        self._unreadable: dict[str, set[bytes]] = {}
 
     async def announce(self, record: Record) -> None:
         """Set the record; it lives for `liveness_s` from now.
@@ -164,25 +172,40 @@ class Registry:
         )
 
     async def members(self, kind: type[R]) -> Members[R]:
-        """The live records of one kind. Those that cannot be read are left out and logged.
+        """The live records of one kind. Those that cannot be read are left out; the log tells of
+        each once, for as long as it stays.
 
         Raises:
             UnavailableError: Redis does not answer.
         """
         keys = [*self._keys(kind.KIND), self.redis.key("epoch")]
-        epoch, values = await self.redis.run(self._list, keys, [self.clock.new_id()])
+        epoch, found = await self.redis.run(self._list, keys, [self.clock.new_id()])
         records: dict[str, R] = {}
-        for value in values:
+        unreadable: dict[bytes, str] = {}
+        for member_id, value in found:
             try:
                 record = msgspec.json.decode(value, type=kind)
-            except msgspec.MsgspecError as error:
-                _log.warning("unreadable %s record in the registry: %s", kind.KIND, error)
+                if record.member_id.encode() != member_id:
+                    raise ValueError("it is not under its own name")
+            except (ValueError, RecursionError) as error:  # msgspec's are ValueErrors
+                digest = xxhash.xxh3_128_digest(member_id + b"\0" + value)
+                unreadable[digest] = f"{member_id[:64]!r}: {str(error)[:200]}"
                 continue
             records[record.member_id] = record
-        return Members(epoch.decode(), records)
+        self._tell(kind.KIND, unreadable)
+        # anybody may have written there what is no text: it is another epoch, and that is all
+        return Members(epoch.decode(errors="backslashreplace"), records)
 
     async def close(self) -> None:
         await self.redis.close()
+
+    def _tell(self, kind: str, unreadable: dict[bytes, str]) -> None:
+        """One line for all that the last answer did not have yet."""
+        news = [why for d, why in unreadable.items() if d not in self._unreadable.get(kind, ())]
+        if news:
+            more = f" (and {len(news) - 1} more)" if len(news) > 1 else ""
+            _log.warning("unreadable %s record in the registry: %s%s", kind, news[0], more)
+        self._unreadable[kind] = set(unreadable)
 
     def _keys(self, kind: str) -> list[str]:
         return [self.redis.key("members", kind), self.redis.key("records", kind)]

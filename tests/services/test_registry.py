@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar
 
+import msgspec
 import pytest
 
 from diptych.clock import SystemClock
@@ -38,6 +39,29 @@ STORE = StoreRecord(
     boot_id="b",
     pool_bytes=1,
 )
+
+
+# what a stranger may leave under a member's name
+UNREADABLE = {
+    "no-text": b"\xff\xfe\0",
+    "nested": b'{"zz":' + b"[" * 50_000,
+    "empty": b"",
+    "null": b"null",
+    "fields": b'{"worker_id": 1}',
+    "another": msgspec.json.encode(replace(WORKER, worker_id="w1", address="127.0.0.1:9")),
+}
+
+
+async def write(registry: Registry, name: str, value: bytes) -> None:
+    """A record as it is, alive for an hour."""
+    await registry.redis.run(
+        registry.redis.script(
+            "redis.call('ZADD', KEYS[1], redis.call('TIME')[1] * 1000 + 3600000, ARGV[1])\n"
+            "redis.call('HSET', KEYS[2], ARGV[1], ARGV[2])"
+        ),
+        [registry.redis.key("members", "worker"), registry.redis.key("records", "worker")],
+        [name, value],
+    )
 
 
 @pytest.fixture(scope="module")
@@ -110,12 +134,59 @@ async def test_an_old_incarnation_cannot_withdraw_its_successor(registry: Regist
 @pytest.mark.anyio
 async def test_a_record_that_cannot_be_read_hides_no_other(registry: Registry) -> None:
     await registry.announce(WORKER)
+    for name, value in UNREADABLE.items():
+        await write(registry, name, value)
+    assert (await registry.members(WorkerRecord)).records == {"w1": WORKER}
+
+
+@pytest.mark.anyio
+async def test_an_unreadable_record_is_told_once_however_often_it_is_read(
+    registry: Registry, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def warnings() -> int:
+        caplog.clear()
+        for _ in range(3):
+            await registry.members(WorkerRecord)
+        return caplog.text.count("unreadable worker record")
+
+    for value in list(UNREADABLE.values()):
+        await write(registry, "x", value)
+        assert await warnings() == 1
+    assert await warnings() == 0
+    for name in UNREADABLE:  # a flood of them is one line
+        await write(registry, name, b"")
+    assert await warnings() == 1
+
+
+@pytest.mark.anyio
+async def test_a_record_without_a_life_is_no_member(registry: Registry) -> None:
+    await registry.announce(WORKER)
     await registry.redis.run(
-        registry.redis.script("redis.call('HSET', KEYS[1], 'x', '{\"worker_id\": 1}')"),
-        [registry.redis.key("records", "worker")],
+        registry.redis.script("redis.call('DEL', KEYS[1])"),
+        [registry.redis.key("members", "worker")],
         [],
     )
-    assert (await registry.members(WorkerRecord)).records == {"w1": WORKER}
+    assert (await registry.members(WorkerRecord)).records == {}
+
+
+@pytest.mark.anyio
+async def test_an_epoch_that_is_no_text_is_another_one_and_members_are_followed(
+    registry: Registry, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with Watch(registry, WorkerRecord) as watch:
+        await registry.announce(WORKER)
+        await until(lambda: "w1" in watch.members)
+        before = (await registry.members(WorkerRecord)).epoch
+        await registry.redis.run(
+            registry.redis.script("redis.call('SET', KEYS[1], ARGV[1])"),
+            [registry.redis.key("epoch")],
+            [b"\xff\xfe"],
+        )
+        found = [await registry.members(WorkerRecord) for _ in range(2)]
+        assert before != found[0].epoch == found[1].epoch
+        await registry.announce(replace(WORKER, worker_id="w2"))
+        await until(lambda: "w2" in watch.members)
+    assert "registry loop" not in caplog.text
 
 
 @pytest.mark.anyio
