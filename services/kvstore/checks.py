@@ -1,4 +1,4 @@
-"""Reads objects again and removes those whose bytes are not what was stored."""
+"""Reads objects again, in both tiers, and removes those whose bytes are not what was stored."""
 
 from __future__ import annotations
 
@@ -20,21 +20,20 @@ class Checker:
         self._pool = pool
 
     async def check(self, keys: Sequence[bytes]) -> list[Status]:
-        """OK, NOT_FOUND, or INVALID for what was damaged and is removed now. An object on disk
-        comes up into memory for it."""
-        known = self._tiers.exists(keys)
-        if self._tiers.disk is not None:
-            await self._tiers.disk.fetch(keys)
-        statuses = []
-        for key, was_there in zip(keys, known, strict=True):
-            place = self._tiers.table.hold(key)
-            if place is not None:
-                statuses.append(await self._check_held(place))
-            elif was_there and not self._tiers.exists([key])[0]:
-                statuses.append(Status.INVALID)  # its file was damaged
-            else:
-                statuses.append(Status.OK if was_there else Status.NOT_FOUND)
-        return statuses
+        """OK, NOT_FOUND, or INVALID for what was damaged. Every copy of this node is read: one in
+        memory that is damaged takes the whole object with it, a damaged file goes alone. Nothing
+        comes up from disk for it."""
+        return [await self._check(key) for key in keys]  # one by one: readers' calls go between
+
+    async def _check(self, key: bytes) -> Status:
+        if not self._tiers.exists([key])[0]:
+            return Status.NOT_FOUND
+        place = self._tiers.table.hold(key)
+        if place is not None and await self._check_held(place) is Status.INVALID:
+            return Status.INVALID
+        if self._tiers.disk is not None and not await self._tiers.disk.check(key):
+            return Status.INVALID
+        return Status.OK
 
     async def _check_held(self, place: Place) -> Status:
         try:

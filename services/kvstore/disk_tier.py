@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import logging
 import math
+import mmap
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -123,6 +124,17 @@ class DiskTier:
         if pending:
             await asyncio.wait(pending, timeout=self._wait_s)
 
+    async def check(self, key: bytes) -> bool:
+        """Read an object's file again, beside the pool; False where it was damaged: it is removed.
+        What is not on disk has no damage there."""
+        info = self.index.get(key)
+        if info is None or await self._in_thread(self._is_whole, info):
+            return True
+        if self.index.get(key) is not info:  # it went meanwhile, by itself
+            return True
+        self._drop_damaged(key)
+        return False
+
     def forget(self, keys: Sequence[bytes]) -> list[bool]:
         """Remove objects from disk; whether each was there."""
         return [self._drop(key) for key in keys]
@@ -207,16 +219,25 @@ class DiskTier:
         if valid:
             self.counters.hits_total += 1
             self.counters.read_bytes_total += info.num_bytes
-        elif self._drop(info.key):
-            self.counters.corrupt_total += 1
-            _log.warning("the file of an object was damaged and is removed")
+        else:
+            self._drop_damaged(info.key)
 
     def _read_file(self, info: FileInfo, offset: int) -> bool:
         reach("disk.read")
         with self._pool[offset : offset + rounded(info.num_bytes)] as body:
             return self._files.read(info, body)
 
+    def _is_whole(self, info: FileInfo) -> bool:
+        # memory of its own, on page boundaries for direct I/O
+        with mmap.mmap(-1, rounded(info.num_bytes)) as memory, memoryview(memory) as body:
+            return self._files.read(info, body)
+
     # --- the folder
+
+    def _drop_damaged(self, key: bytes) -> None:
+        if self._drop(key):
+            self.counters.corrupt_total += 1
+            _log.warning("the file of an object was damaged and is removed")
 
     def _drop(self, key: bytes) -> bool:
         known = self.index.remove(key)

@@ -66,7 +66,7 @@ def add_arguments(store: argparse.ArgumentParser) -> None:
     evict = action("evict", "remove objects from all nodes and tiers")
     evict.add_argument("keys", nargs="*", metavar="KEY", help="in hex")
     evict.add_argument("--all", action="store_true", help="everything")
-    verify = action("verify", "read objects again and remove those that are damaged")
+    verify = action("verify", "read objects again, in memory and on disk; remove what is damaged")
     verify.add_argument("keys", nargs="*", metavar="KEY", help="in hex; all if absent")
     pin = action("pin", "keep objects in memory, or let them go again")
     pin.add_argument("keys", nargs="+", metavar="KEY", help="in hex")
@@ -226,7 +226,7 @@ def _verify(cluster: StoreCluster, args: argparse.Namespace) -> int:
                 whole += len(good)
                 damaged += len(bad)
                 for key in bad:
-                    _say(f"{node_id} {key.hex()} was damaged and is removed")
+                    _say(f"{node_id} {key.hex()} had a damaged copy, which is removed")
         except TransferError as error:
             failed = _complain(error)
     _say(f"{whole} objects are whole, {damaged} were damaged")

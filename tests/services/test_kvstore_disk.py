@@ -239,6 +239,55 @@ def test_a_flipped_byte_on_disk_is_a_miss_and_the_file_goes(tmp_path: Path) -> N
         client.close()
 
 
+def flip(path: Path) -> None:
+    """One bit of an object's bytes; the file stays the same one."""
+    with path.open("r+b") as file:
+        file.seek(PAGE + 77)
+        byte = file.read(1)[0]
+        file.seek(PAGE + 77)
+        file.write(bytes([byte ^ 4]))
+
+
+@pytest.mark.parametrize("size", [10_000, DIRECT_BYTES])
+def test_a_check_finds_damage_on_disk_below_what_is_in_memory(tmp_path: Path, size: int) -> None:
+    name, data = key(), os.urandom(size)
+    with running_node(ssd_path=str(tmp_path), ssd_min_uses=1) as node:
+        client, stub = patient(node.address), control(node)
+        put(client, {name: data})
+        until(lambda: num_on_disk(node) == 1)
+        asked = pb.CheckRequest(keys=[name, key()])
+        [path] = tmp_path.glob(f"*/{name.hex()}")
+        not_there = pb.ITEM_STATUS_NOT_FOUND
+        assert list(stub.Check(asked).statuses) == [pb.ITEM_STATUS_OK, not_there]
+        flip(path)
+        assert list(stub.Check(asked).statuses) == [pb.ITEM_STATUS_INVALID, not_there]
+        assert num_on_disk(node) == 0
+        until(lambda: not path.exists())
+        assert stub.GetStats(pb.GetStatsRequest()).corrupt_total == 1
+        # the copy in memory is whole, and goes to disk again when it is used
+        assert get(client, [name])[1] == {0: data}
+        until(lambda: num_on_disk(node) == 1)
+        assert list(stub.Check(asked).statuses) == [pb.ITEM_STATUS_OK, not_there]
+        client.close()
+
+
+def test_a_check_brings_nothing_up_from_disk(tmp_path: Path) -> None:
+    whole, damaged = key(), key()
+    with running_node(ssd_path=str(tmp_path), ssd_min_uses=1) as node:
+        client = patient(node.address)
+        put(client, {whole: os.urandom(10_000), damaged: os.urandom(10_000)})
+        until(lambda: num_on_disk(node) == 2)
+        client.close()
+    [path] = tmp_path.glob(f"*/{damaged.hex()}")
+    flip(path)
+    with running_node(ssd_path=str(tmp_path)) as node:
+        until(lambda: num_on_disk(node) == 2)
+        statuses = control(node).Check(pb.CheckRequest(keys=[whole, damaged])).statuses
+        assert list(statuses) == [pb.ITEM_STATUS_OK, pb.ITEM_STATUS_INVALID]
+        stats = control(node).GetStats(pb.GetStatsRequest())
+        assert (stats.num_objects, stats.num_disk_objects, stats.corrupt_total) == (0, 1, 1)
+
+
 def test_a_full_disk_costs_only_the_disk_tier(tmp_path: Path) -> None:
     with running_node(ssd_path=str(tmp_path), ssd_min_uses=1) as node:
         resource.prlimit(node.process.pid, resource.RLIMIT_FSIZE, (PAGE, resource.RLIM_INFINITY))
