@@ -69,6 +69,11 @@ class _Job:
     asked_at: float = 0.0
     before_token_1: int = 0
 
+    @property
+    def num_tokens(self) -> int:
+        """Most it may come to, prompt and output."""
+        return len(self.request.prompt_token_ids) + (self.request.sampling_params.max_tokens or 1)
+
 
 class _Choice(NamedTuple):
     """Who takes the next attempt; `partner` is the decode worker of a pair."""
@@ -202,7 +207,7 @@ class Dispatcher:
             raise DrainingError("the router stops; ask again")
 
     def _choose(self, job: _Job) -> _Choice | None:
-        ready = {link.key: link for link in self._members.ready}
+        ready = {link.key: link for link in self._members.with_room(job.num_tokens)}
         options = list(self._options(job, ready))
         if not options:
             return None
@@ -243,7 +248,7 @@ class Dispatcher:
         await self._members.wait_change(_PAUSE_S)
         now = self._clock.monotonic()
         limit = min(job.deadline, now + self._times.recovery_s)
-        while not job.route.options(self._members.ready):
+        while not job.route.options(self._members.with_room(job.num_tokens)):
             remaining_s = limit - self._clock.monotonic()
             if remaining_s <= 0:
                 raise UnavailableError(f"no worker is left: {job.route.reason}")

@@ -61,6 +61,7 @@ class Inference:
         timeout_s: float,
     ) -> None:
         self.processor = processor
+        self._most_model_len = processor.max_model_len
         self._dispatcher = dispatcher
         self._members = members
         self._metrics = metrics
@@ -79,7 +80,8 @@ class Inference:
     @property
     def max_model_len(self) -> int | None:
         """Longest prompt plus output, in tokens; None while no worker is ready."""
-        return self._members.max_model_len
+        of_workers = self._members.max_model_len
+        return None if of_workers is None else min(of_workers, self._most_model_len)
 
     def readiness(self) -> Status:
         """Ready with one complete path: prefill and decode, or an aggregated worker."""
@@ -141,7 +143,7 @@ class Inference:
 
     async def _process(self, call: GenerationCall) -> ProcessedRequest:
         """Render, tokenise and check, off the event loop."""
-        max_model_len = self._members.max_model_len
+        max_model_len = self.max_model_len
         if max_model_len is None:
             raise UnavailableError("no worker is ready")
         self.processor.max_model_len = max_model_len

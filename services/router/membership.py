@@ -35,6 +35,7 @@ class Members:
         self._wanted: set[str] = set()
         self._closing: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Event()
+        self._said_lengths: dict[str, int] = {}
 
     @property
     def links(self) -> list[WorkerLink]:
@@ -57,8 +58,19 @@ class Members:
 
     @property
     def max_model_len(self) -> int | None:
-        """Longest prompt plus output that every ready worker can take; None if there is none."""
-        return min((link.info.max_model_len for link in self.ready), default=None)
+        """Longest prompt plus output that some way through the ready workers can take, the split
+        one and that of an aggregated worker; None if there is none."""
+        longest: dict[Role, int] = {}
+        for link in self.ready:
+            longest[link.role] = max(link.info.max_model_len, longest.get(link.role, 0))
+        ways = [longest[Role.AGGREGATED]] if Role.AGGREGATED in longest else []
+        if Role.PREFILL in longest and Role.DECODE in longest:
+            ways.append(min(longest[Role.PREFILL], longest[Role.DECODE]))
+        return max(ways or longest.values(), default=None)
+
+    def with_room(self, num_tokens: int) -> list[WorkerLink]:
+        """Ready workers that can take so many tokens of prompt and output."""
+        return [link for link in self.ready if link.info.max_model_len >= num_tokens]
 
     def count(self) -> Counter[Role]:
         """Ready workers by role."""
@@ -89,6 +101,7 @@ class Members:
     def _on_change(self) -> None:
         self._sweep()
         self._introduce()
+        self._compare_lengths()
         self._changed.set()
         self._changed = asyncio.Event()
 
@@ -104,6 +117,14 @@ class Members:
                         if link.role is Role.PREFILL and link.kv_namespace == decode.kv_namespace
                     ]
                 )
+
+    def _compare_lengths(self) -> None:
+        """Say once of workers that do not agree: they are not of one deployment."""
+        lengths = {link.address: link.info.max_model_len for link in self.ready}
+        if len(set(lengths.values())) > 1 and not lengths.items() <= self._said_lengths.items():
+            self._said_lengths = lengths
+            each = ", ".join(f"{address} {length}" for address, length in sorted(lengths.items()))
+            logger.warning("workers differ in max_model_len, long requests pass some by: %s", each)
 
     def _sweep(self, *, connected_too: bool = False) -> None:
         for address in self._links.keys() - self._wanted:

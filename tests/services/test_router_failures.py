@@ -356,3 +356,30 @@ async def test_a_router_that_stops_lets_streams_end_for_as_long_as_it_may(
         else:
             assert ANSWER.startswith(text)
             assert [error["code"] for error in errors] == ["draining"]
+
+
+async def test_a_worker_with_little_room_gets_only_what_fits_and_lowers_no_limit(
+    model: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    script = tiny_script(model)
+    prefill = FakeWorker("p1", PREFILL, script)
+    none, roomy = (FakeWorker(f"d{i}", DECODE, script) for i in (1, 2))
+    alone = FakeWorker("a1", AGGREGATED, script)
+    none.max_model_len, alone.max_model_len = 1, 40
+    async with running_router(model, [prefill, none, roomy, alone]) as router:
+        for _ in range(4):
+            assert await read_stream(router) == (ANSWER, script, [])
+        too_long = {**BODY, "max_tokens": 1024, "stream": False}
+        status, answer, _ = await router.post(PATH, too_long)
+        assert (status, "maximum context length is 1024" in str(answer)) == (400, True)
+    assert (len(roomy.submits), none.submits, alone.submits) == (4, [], [])
+    assert f"{none.address} 1" in caplog.text, "workers that do not agree are named"
+
+
+async def test_a_worker_that_promises_more_room_than_the_model_has_raises_no_limit(
+    model: Path,
+) -> None:
+    worker = FakeWorker("a1", AGGREGATED, tiny_script(model))
+    worker.max_model_len = 1 << 30
+    async with running_router(model, [worker]) as router:
+        assert '"max_model_len":1024' in (await router.get("/v1/models"))[1]
