@@ -25,7 +25,7 @@ class RedisClient:
     def __init__(self, config: RedisConfig, *, timeout_s: float = 2.0) -> None:
         if not config.redis:
             raise ConfigError("no Redis is configured: name one with --redis redis://HOST:PORT")
-        self._where = _without_password(config.redis)
+        self._where = without_password(config.redis)
         self._timeout_s = timeout_s
         # braces: all keys fall into one slot of a cluster, which scripts need
         self.prefix = "{" + config.registry_prefix + "}"
@@ -90,7 +90,8 @@ class RedisClient:
         await self._redis.aclose()
 
 
-def _without_password(url: str) -> str:
+def without_password(url: str) -> str:
+    """A Redis URL as it may be shown."""
     parts = urlsplit(url)
     if "@" not in parts.netloc:
         return url

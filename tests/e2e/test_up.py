@@ -42,7 +42,7 @@ def test_up_answers_paris_and_leaves_nothing_behind(tmp_path: Path, number: int)
 
 def attempts_of(server: Running) -> dict[str, float]:
     """What the router asked of workers, by stage."""
-    where = re.search(r"metrics on (\S+)", server.log.read_text())
+    where = re.search(r"router .* (http\S+/metrics)", server.log.read_text())
     assert where is not None
     with urllib.request.urlopen(where[1], timeout=60) as answer:
         families = text_string_to_metric_families(answer.read().decode())

@@ -61,6 +61,9 @@ def test_each_process_that_is_killed_is_started_again(tmp_path: Path, up: list[s
 
             until(lambda w=words: bool(process_of(server.process.pid, w)), f"{name} runs again")
             until(lambda: answers_as(server, expected), f"an answer after {name} was killed")
+        again = ["kvstore: ready", "prefill-0: ready", "decode-0: ready", "router: ready"]
+        for line in ["directory: ready", *again]:
+            until(lambda t=line: server.log.read_text().count(t) >= 2, f"{line}, once more")
         # those that were started again found one another: the split is whole
         server.wait_ready()
         assert answers_as(server, expected)
@@ -127,3 +130,12 @@ def test_what_the_router_says_of_a_missing_pool_is_clear(tmp_path: Path, up: lis
 
         until(lambda: "no prefill worker is ready" in reason(), "the router names the pool")
         assert answer(server) == expected
+
+
+def test_a_directory_that_does_not_answer_is_told_once(tmp_path: Path, up: list[str]) -> None:
+    with launched(tmp_path, *up, "--redis", "redis://127.0.0.1:1") as server:
+        line = "waiting: Redis at redis://127.0.0.1:1 does not answer"
+        until(lambda: line in server.log.read_text(), "the reason is told")
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(150) == 0, server.log.read_text()
+        assert server.log.read_text().count("does not answer") == 1

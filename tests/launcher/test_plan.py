@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from diptych.config_sources import SECTIONS, load
-from diptych.launcher.plan import Machine, router_spec, worker_spec
+from diptych.launcher.plan import Machine, kvstore_spec, router_spec, worker_spec
+from diptych.launcher.up import places
 
 
 def worker(machine: Machine, **changes: Any) -> Any:
@@ -85,3 +86,29 @@ def test_the_router_is_asked_where_it_listens(host: str, reached: str) -> None:
     )
 
     assert spec.host == reached
+
+
+def test_what_up_prints_when_ready_names_every_process() -> None:
+    settings = load(tuple(SECTIONS), {"redis.registry_prefix": "mine"}, {})
+    store = kvstore_spec(settings, ports=(5, 6, 7), redis="redis://x")
+    specs = [store, worker(Machine(2, 0))]
+
+    lines = places(specs, "redis://:secret@x:6379", "mine")
+
+    assert lines == [
+        "kvstore    gRPC 127.0.0.1:5     http://127.0.0.1:7/metrics",
+        "decode-1   gRPC 127.0.0.1:7001  http://127.0.0.1:7002/metrics",
+        "directory  redis://x:6379",
+        "diptych store stats --redis redis://x:6379 --registry-prefix mine",
+    ]
+
+
+def test_without_a_directory_there_is_none_to_print() -> None:
+    settings = load(tuple(SECTIONS), {"router.host": "0.0.0.0"}, {})
+    router = router_spec(
+        settings, ports=(8, 9), redis=None, ticket_keys="/k", workers=["a:1"], supervisor="/s"
+    )
+
+    assert places([router], None, "diptych") == [
+        "router     gRPC 127.0.0.1:8  http://127.0.0.1:9/metrics"
+    ]

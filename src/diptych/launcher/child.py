@@ -11,12 +11,14 @@ import socket
 import sys
 import urllib.error
 import urllib.request
+from collections.abc import Callable
 from pathlib import Path
 
 import yaml
 
 from diptych.errors import DeadlineError, UnavailableError
 from diptych.launcher.plan import ProcessSpec
+from diptych.launcher.silence import Silence
 
 _POLL_S = 0.1
 _LEAST_PORT = 12_000
@@ -88,8 +90,9 @@ class Child:
                 start_new_session=True,
             )
 
-    async def wait_ready(self, timeout_s: float) -> None:
-        """Return once `/readyz` says so.
+    async def wait_ready(self, timeout_s: float, tell: Callable[[str], None]) -> None:
+        """Return once `/readyz` says so; `tell` hears early why not, where it waits for a service
+        that does not answer.
 
         Raises:
             UnavailableError: it ended first; the message holds the end of its log.
@@ -97,7 +100,7 @@ class Child:
         """
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout_s
-        reason = "no answer"
+        reason, silence = "no answer", Silence(tell)
         while loop.time() < deadline:
             if self.returncode is not None:
                 raise UnavailableError(
@@ -106,6 +109,7 @@ class Child:
             ready, reason = await asyncio.to_thread(self._ask_ready)
             if ready:
                 return
+            silence.heard(reason, loop.time())
             await asyncio.sleep(_POLL_S)
         raise DeadlineError(
             f"{self.spec.name} is not ready after {timeout_s:.0f} s: {reason}\n{self.log_tail()}"

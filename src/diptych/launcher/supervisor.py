@@ -10,10 +10,12 @@ from pathlib import Path
 
 from diptych.config_sources import Settings
 from diptych.embedded_redis import EmbeddedRedis
-from diptych.errors import DiptychError, UnavailableError
+from diptych.errors import DeadlineError, DiptychError, UnavailableError
 from diptych.launcher.child import Child, free_ports
 from diptych.launcher.control import ControlServer
 from diptych.launcher.plan import Machine, ProcessSpec, kvstore_spec, router_spec, worker_spec
+from diptych.launcher.silence import silent_service
+from diptych.tasks import end_task
 
 _FIRST_BACKOFF_S = 1.0
 _MOST_BACKOFF_S = 30.0
@@ -50,6 +52,12 @@ class Supervisor:
         self._scaling = asyncio.Lock()
         self._closing = False
         self._gpus: dict[str, int] = {}
+        self._told: set[str] = set()
+
+    @property
+    def redis_url(self) -> str | None:
+        """Of the directory; None where there is none."""
+        return self._redis_url
 
     @property
     def children(self) -> dict[str, Child]:
@@ -73,7 +81,7 @@ class Supervisor:
             for spec in specs:
                 group.create_task(self._wait_first_ready(spec.name))
         for name in self._children:
-            self._watchers[name] = asyncio.create_task(self._watch(name))
+            self._watchers[name] = asyncio.create_task(self._watch(name, is_ready=True))
 
     async def stop(self) -> None:
         """End every process: the front door first, then workers, store and directory."""
@@ -189,6 +197,7 @@ class Supervisor:
                 self._say(f"directory: ended with code {redis.process.returncode}; again")
                 try:
                     redis.start()
+                    self._say("directory: ready")
                 except DiptychError as error:
                     self._say(f"directory: {error.message}")
 
@@ -198,15 +207,33 @@ class Supervisor:
         await child.start()
 
     async def _wait_first_ready(self, name: str) -> None:
-        await self._children[name].wait_ready(self._settings["up"].ready_timeout_s)
+        timeout_s = self._settings["up"].ready_timeout_s
+        await self._children[name].wait_ready(timeout_s, self._tell_once)
         self._say(f"{name}: ready")
 
-    async def _watch(self, name: str) -> None:
+    async def _wait_ready_again(self, name: str) -> None:
+        """As at first, but a process that is not ready ends nothing."""
+        try:
+            await self._wait_first_ready(name)
+        except UnavailableError:
+            pass  # it has ended: whoever watches it says so
+        except DeadlineError as error:
+            self._say(error.message)
+
+    def _tell_once(self, reason: str) -> None:
+        """What several processes wait for is told once."""
+        silent = silent_service(reason)
+        if silent not in self._told:
+            self._told.add(silent)
+            self._say(f"waiting: {reason}")
+
+    async def _watch(self, name: str, *, is_ready: bool = False) -> None:
         """Start the process again when it ends unasked, ever more slowly."""
         backoff_s = _FIRST_BACKOFF_S
         while True:
             started = asyncio.get_running_loop().time()
-            code = await self._children[name].wait()
+            code = await self._wait_end(name, is_ready)
+            is_ready = False
             if name in self._stopping:
                 return
             if asyncio.get_running_loop().time() - started > _MOST_BACKOFF_S:
@@ -219,6 +246,16 @@ class Supervisor:
                 await self._children[name].start()
             except OSError as error:  # no memory, no disk: the next round tries again
                 self._say(f"{name}: cannot be started: {error}")
+
+    async def _wait_end(self, name: str, is_ready: bool) -> int:
+        """Its exit code; meanwhile it is told once it is ready, if it was not before."""
+        if is_ready:
+            return await self._children[name].wait()
+        ready = asyncio.create_task(self._wait_ready_again(name), name=f"{name} ready")
+        try:
+            return await self._children[name].wait()
+        finally:
+            await end_task(ready)
 
     async def _drain(self, name: str) -> None:
         child = self._children[name]

@@ -13,8 +13,10 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
+from diptych.config import RedisConfig
 from diptych.config_sources import Settings
 from diptych.errors import ConfigError, DiptychError, UnavailableError
 from diptych.launcher.checks import check_together
@@ -22,6 +24,7 @@ from diptych.launcher.plan import ProcessSpec, url_host
 from diptych.launcher.supervisor import Supervisor
 from diptych.models.fetch import resolve_model
 from diptych.private_folder import make_private_folder
+from diptych.redis_client import without_password
 
 _LONGEST_DIRECTORY = 80
 
@@ -71,7 +74,10 @@ async def _run(settings: Settings, directory: Path, aggregated: bool) -> int:
     try:
         if await _start_unless_stopped(supervisor, stop):
             say(f"all ready after {time.monotonic() - started:.1f} s")
-            _print_invitation(settings, supervisor.children["router"].spec, logs)
+            specs = [child.spec for child in supervisor.children.values()]
+            for line in places(specs, supervisor.redis_url, settings["redis"].registry_prefix):
+                say(line)
+            _print_invitation(settings, logs)
             await stop.wait()
         say("stopping; once more to stop at once")
     finally:
@@ -104,12 +110,33 @@ def say(text: str) -> None:
     print(f"diptych: {text}", file=sys.stderr, flush=True)
 
 
-def _print_invitation(settings: Settings, spec: ProcessSpec, logs: Path) -> None:
+def places(specs: Sequence[ProcessSpec], redis_url: str | None, prefix: str) -> list[str]:
+    """Where each process is reached, the directory, and how to look into the store.
+
+    Args:
+        specs: of the processes that run.
+        redis_url: of the directory; None where there is none.
+        prefix: of the registry's keys.
+    """
+    rows = [(s.name, s.address, f"http://{s.host}:{s.admin_port}/metrics") for s in specs]
+    named = max(len(name) for name in [*(row[0] for row in rows), "directory"])
+    reached = max(len(row[1]) for row in rows)
+    lines = [f"{name:{named}}  gRPC {at:{reached}}  {url}" for name, at, url in rows]
+    if redis_url is not None:
+        url = without_password(redis_url)
+        lines.append(f"{'directory':{named}}  {url}")
+        if any(spec.command == "kvstore" for spec in specs):
+            command = ["diptych", "store", "stats", "--redis", url]
+            if prefix != RedisConfig().registry_prefix:
+                command += ["--registry-prefix", prefix]
+            lines.append(shlex.join(command))
+    return lines
+
+
+def _print_invitation(settings: Settings, logs: Path) -> None:
     router = settings["router"]
     host = url_host(router.host)
     url = f"http://{host}:{router.port}"
-    say(f"gRPC on {host}:{spec.sections['router']['grpc_port']}")
-    say(f"metrics on http://{host}:{spec.admin_port}/metrics")
     say(
         f"logs in {logs}{'' if settings['up'].log_dir else ' while it runs (--log-dir keeps them)'}"
     )
