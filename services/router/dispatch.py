@@ -26,6 +26,7 @@ from diptych.errors import (
 )
 from diptych.fault_points import reach
 from diptych.services.router.declined import Declined
+from diptych.services.router.frames import one_line
 from diptych.services.router.inbox import Inbox
 from diptych.services.router.membership import Members
 from diptych.services.router.metrics import RouterMetrics
@@ -129,12 +130,13 @@ class Dispatcher:
 
     @asynccontextmanager
     async def run(
-        self, request: EngineCoreRequest, deadline: float
+        self, request: EngineCoreRequest, deadline: float, *, vocab_size: int | None = None
     ) -> AsyncIterator[AsyncIterator[Released]]:
         """The request's tokens, in order, each once. Leaving the block early cancels it everywhere.
 
         Args:
             deadline: on the clock's monotonic time.
+            vocab_size: a worker that gives other token ids is at fault; None: any are taken.
 
         Raises:
             InvalidRequestError: (from the iterator) a worker refuses the request for good.
@@ -147,7 +149,7 @@ class Dispatcher:
         max_tokens = request.sampling_params.max_tokens or 1
         job = _Job(
             request=request,
-            route=RequestRoute(max_tokens, ways=self._ways),
+            route=RequestRoute(max_tokens, ways=self._ways, vocab_size=vocab_size),
             inbox=Inbox(max_tokens + 64),
             deadline=deadline,
         )
@@ -190,8 +192,9 @@ class Dispatcher:
             if isinstance(error, CapacityError):
                 busy = error
             else:
-                logger.warning("%s on %s: %s", job.request.request_id, link.address, error)
-            job.route.fail(error.message, link.key)
+                said = one_line(error.message)
+                logger.warning("%s on %s: %s", job.request.request_id, link.address, said)
+            job.route.fail(one_line(error.message), link.key)
             self._release(job, attempt)
             self._metrics.attempts_failed.labels(stage=attempt.stage.value).inc()
 

@@ -8,6 +8,15 @@ from diptych.proto import worker_pb2
 from diptych.services.router.route import Entry
 from diptych.wire import commit_from_proto, logprobs_from_proto
 
+_MAX_TEXT = 500
+
+
+def one_line(text: str) -> str:
+    """What a worker says in words, as one line of bounded length: it goes to logs and clients."""
+    shown = "".join(c if c.isprintable() else " " for c in text[: 4 * _MAX_TEXT])
+    line = " ".join(shown.split())
+    return line if len(line) <= _MAX_TEXT else line[: _MAX_TEXT - 1] + "…"
+
 
 def read_frame(frame: worker_pb2.WorkerFrame) -> list[tuple[str, Entry]]:
     """(request id, entry) for each entry of the frame, in order.
@@ -84,6 +93,6 @@ def _with_extra(entry: Entry, extra: worker_pb2.EntryExtra) -> Entry:
             logprobs_from_proto(extra.prompt_logprobs) if has("prompt_logprobs") else None
         ),
         commit=commit_from_proto(extra.commit, may_be_direct=True) if has("commit") else None,
-        error=extra.error if has("error") else None,
-        handoff_failed=extra.handoff_failed if has("handoff_failed") else None,
+        error=one_line(extra.error) if has("error") else None,
+        handoff_failed=one_line(extra.handoff_failed) if has("handoff_failed") else None,
     )

@@ -168,7 +168,8 @@ class Inference:
             tenant=call.tenant,
         )
         last = started
-        async with self._dispatcher.run(engine_request, started + timeout_s) as tokens:
+        deadline, vocab_size = started + timeout_s, self.processor.vocab_size
+        async with self._dispatcher.run(engine_request, deadline, vocab_size=vocab_size) as tokens:
             async for released in tokens:
                 now = self._clock.monotonic()
                 self._observe_output(state, len(released.token_ids), now - last)

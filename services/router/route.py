@@ -17,6 +17,7 @@ from diptych.connectors.store_settings import NAME as STORE_CONNECTOR
 from diptych.engine.request import FinishReason, KVCommit, TokenLogprobs
 from diptych.services.router.routable import Role, RoutableWorker
 from diptych.services.router.ways import HandoffWays, Obstacle, StoreOnly
+from diptych.text.output_processor import UNUSED_TOKEN_ID
 
 MAX_FAILURES = 5
 MAX_PAIR_FAILURES = 2
@@ -108,9 +109,15 @@ class RequestRoute:
     """The state of one request between attempts and within one."""
 
     def __init__(
-        self, max_tokens: int, max_failures: int = MAX_FAILURES, ways: HandoffWays | None = None
+        self,
+        max_tokens: int,
+        max_failures: int = MAX_FAILURES,
+        ways: HandoffWays | None = None,
+        vocab_size: int | None = None,
     ) -> None:
+        """`vocab_size` None: token ids are not looked at."""
         self._max_tokens = max_tokens
+        self._vocab_size = vocab_size
         self._failures_left = max_failures
         self._ways = ways or StoreOnly()
         self._epoch = 0
@@ -297,6 +304,9 @@ class RequestRoute:
             return Step(Outcome.STALE, None)
         if self._is_over(attempt, worker_key):
             return Step(Outcome.STALE, None)
+        if (fault := self._fault(entry)) is not None:
+            self.fail(f"{worker_key} {fault}", worker_key)
+            return Step(Outcome.LOST, None)
         if (failure := self._failure(attempt, entry)) is not None:
             self.fail(failure, None if _is_of_both(entry) else worker_key)
             return Step(Outcome.LOST, None)
@@ -313,6 +323,21 @@ class RequestRoute:
         if outcome in (Outcome.FINISHED, Outcome.HANDED_OVER):
             self._attempt = None
         return Step(outcome, released)
+
+    def _fault(self, entry: Entry) -> str | None:
+        """What no worker that works says: more than was asked for, or no token of the model."""
+        if entry.token_ids and entry.first_position + len(entry.token_ids) > self._max_tokens:
+            return f"gave more than {self._max_tokens} tokens"
+        if self._vocab_size is None:
+            return None
+        listed = [packed.token_ids for packed in (entry.logprobs, entry.prompt_logprobs) if packed]
+        for token_ids, unused in [
+            (entry.token_ids, None),
+            *((ids, UNUSED_TOKEN_ID) for ids in listed),
+        ]:
+            if any(not 0 <= each < self._vocab_size and each != unused for each in token_ids):
+                return f"gave a token outside the vocabulary of {self._vocab_size}"
+        return None
 
     @staticmethod
     def _failure(attempt: Attempt, entry: Entry) -> str | None:

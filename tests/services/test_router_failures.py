@@ -383,3 +383,15 @@ async def test_a_worker_that_promises_more_room_than_the_model_has_raises_no_lim
     worker.max_model_len = 1 << 30
     async with running_router(model, [worker]) as router:
         assert '"max_model_len":1024' in (await router.get("/v1/models"))[1]
+
+
+async def test_what_a_worker_invents_reaches_nobody(
+    model: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    script = tiny_script(model)
+    evil = FakeWorker("d1", DECODE, [*script[:3], 1 << 31, *script[4:]])
+    workers = [FakeWorker("p1", PREFILL, script), evil, FakeWorker("d2", DECODE, script)]
+    async with running_router(model, workers) as router:
+        while not evil.submits:
+            assert await read_stream(router) == (ANSWER, script, [])
+    assert "d1/d1-1 gave a token outside the vocabulary" in caplog.text

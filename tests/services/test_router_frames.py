@@ -64,3 +64,16 @@ def test_a_frame_that_contradicts_itself_is_refused(name: str) -> None:
 
     with pytest.raises(DiptychError):
         read_frame(broken)
+
+
+@pytest.mark.parametrize("field", ["error", "handoff_failed"])
+def test_what_a_worker_says_of_a_failure_is_one_short_line(field: str) -> None:
+    said = frame()
+    said.extras[0].ClearField("logprobs")
+    setattr(said.extras[0], field, "Traceback:\n\tFile \x1b[31m\0x\u2028" + "e" * 100_000)
+
+    [(_, entry)] = read_frame(said)
+    text = getattr(entry, field)
+    assert text.startswith("Traceback: File [31m x eee")
+    assert len(text) == 500
+    assert text.isprintable()

@@ -214,6 +214,42 @@ def test_logprobs_of_repeated_positions_are_cut_too() -> None:
     assert (step.released.first_position, step.released.token_ids) == (1, [12])
 
 
+def packed(*token_ids: int) -> TokenLogprobs:
+    return TokenLogprobs(width=len(token_ids), token_ids=[*token_ids], logprobs=[], ranks=[1])
+
+
+@pytest.mark.parametrize(
+    ("said", "fault"),
+    [
+        (entry(1, 0, 384), "outside the vocabulary of 384"),
+        (entry(1, 0, 5, 2**32 - 1), "outside the vocabulary of 384"),
+        (entry(1, 0, 5, logprobs=packed(5, 384)), "outside the vocabulary of 384"),
+        (entry(1, 0, prompt_logprobs=packed(384)), "outside the vocabulary of 384"),
+        (entry(1, 0, *range(11)), "more than 10 tokens"),
+        (entry(1, 0, *range(11), finish_reason=FinishReason.STOP), "more than 10 tokens"),
+        (entry(1, 9, 5, 6), "more than 10 tokens"),
+        (entry(1, 2**32 - 1, 5), "more than 10 tokens"),
+    ],
+)
+def test_a_worker_that_invents_tokens_is_at_fault(said: Entry, fault: str) -> None:
+    route = RequestRoute(10, vocab_size=384)
+    route.begin(A1, Stage.WHOLE)
+    step = route.on_entry("a1", said)
+    assert (step.outcome, step.released) == (Outcome.LOST, None)
+    assert route.reason.startswith("a1 gave")
+    assert fault in route.reason
+    assert not route.options([A1]), "it is not asked again"
+
+
+def test_all_tokens_of_the_vocabulary_and_of_the_limit_are_taken() -> None:
+    route = RequestRoute(3, vocab_size=384)
+    route.begin(A1, Stage.WHOLE)
+    few = packed(0, 383, 2**32 - 1)  # one alternative, where two were asked for
+    step = route.on_entry("a1", entry(1, 0, 0, 383, 5, logprobs=few))
+    assert step.released is not None
+    assert step.released.token_ids == [0, 383, 5]
+
+
 @settings(max_examples=200, deadline=None)
 @given(
     st.lists(
