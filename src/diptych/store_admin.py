@@ -237,7 +237,8 @@ def _check(client: StoreClient, keys: list[bytes]) -> tuple[list[bytes], list[by
     """Which objects are whole, and which were damaged; what is not there is in neither."""
     from diptych.proto import kvstore_pb2 as pb
 
-    statuses = client.ask("Check", pb.CheckRequest(keys=keys), _CHECK_S).statuses
+    request = pb.CheckRequest(keys=keys)
+    statuses = client.ask_each("Check", request, "statuses", len(keys), _CHECK_S)
     pairs = list(zip(keys, statuses, strict=True))
     whole = [key for key, status in pairs if status == pb.ITEM_STATUS_OK]
     return whole, [key for key, status in pairs if status == pb.ITEM_STATUS_INVALID]
@@ -281,6 +282,8 @@ def _objects(client: StoreClient) -> Iterator[Any]:
 
     after = b""
     while page := client.ask("List", pb.ListRequest(after=after, limit=_PAGE)).objects:
+        if page[-1].key <= after:
+            raise TransferError(f"the KV store at {client.address} lists the same objects again")
         yield from page
         after = page[-1].key
 

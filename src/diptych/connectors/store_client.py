@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 import grpc
 
+from diptych.connectors.store_answers import one_each
 from diptych.connectors.store_breaker import CircuitBreaker
 from diptych.connectors.store_pipeline import Pipeline
 from diptych.connectors.store_results import GetResult, Outcome, PutItem, PutResult, copy_bytes
@@ -190,8 +191,11 @@ class StoreClient:
         until = self._until(timeout_s)
         present: list[bool] = []
         for start in range(0, len(keys), _BATCH_KEYS):
-            request = pb.ExistsRequest(keys=keys[start : start + _BATCH_KEYS])
-            present += self.ask("Exists", request, until - time.monotonic()).present
+            batch = keys[start : start + _BATCH_KEYS]
+            request = pb.ExistsRequest(keys=batch)
+            present += self.ask_each(
+                "Exists", request, "present", len(batch), until - time.monotonic()
+            )
         return present
 
     def ask(self, method: str, request: Any, timeout_s: float | None = None) -> Any:
@@ -200,10 +204,36 @@ class StoreClient:
         Raises:
             TransferError: the store does not answer.
         """
+        return self._ask(method, request, timeout_s, lambda answer: answer)
+
+    def ask_each(
+        self,
+        method: str,
+        request: Any,
+        field: str,
+        num_asked: int,
+        timeout_s: float | None = None,
+    ) -> Sequence[Any]:
+        """As `ask`, of a message whose answer has one entry of `field` for each item.
+
+        Raises:
+            TransferError: the store does not answer, or with more entries or fewer.
+        """
+        return self._ask(
+            method, request, timeout_s, lambda answer: one_each(getattr(answer, field), num_asked)
+        )
+
+    def _ask(
+        self,
+        method: str,
+        request: Any,
+        timeout_s: float | None,
+        checked: Callable[[Any], _T],
+    ) -> _T:
         until = self._until(timeout_s)
         call = getattr(self._calls.stub, method)
         # needs no way to the bytes: whoever only asks maps no pool
-        answer = self._tried(lambda: self._calls.call(call, request, until))
+        answer = self._tried(lambda: checked(self._calls.call(call, request, until)))
         if answer is None:
             raise TransferError(f"the KV store at {self.address} does not answer")
         return answer

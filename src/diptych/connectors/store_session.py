@@ -11,6 +11,7 @@ from typing import Any
 
 import grpc
 
+from diptych.connectors.store_answers import found, one_each, reserved
 from diptych.connectors.store_move import Move
 from diptych.connectors.store_results import GetResult, Outcome, PutItem, PutResult, outcome_of
 from diptych.connectors.store_transport import Mover
@@ -90,10 +91,12 @@ class Written:
 
         Raises:
             grpc.RpcError: the node is lost.
+            TransferError: it does not keep to the protocol.
         """
         statuses: Iterator[int] = iter(())
         if self.published is not None:
-            statuses = iter(self.published.result().statuses)
+            num_written = sum(checksum is not None for checksum in self.checksums)
+            statuses = iter(one_each(self.published.result().statuses, num_written))
         for at, checksum in zip(self.granted, self.checksums, strict=True):
             unwritten = Outcome.CORRUPT if at in self.damaged else Outcome.EXPIRED
             outcome = unwritten if checksum is None else outcome_of(next(statuses))
@@ -136,17 +139,18 @@ class StoreSession:
             grpc.RpcError, OSError, TransferError: the node is lost, or another incarnation.
             OutOfTimeError: it took too long.
         """
-        reserved = ahead.answer.result().reservations
+        sizes = [item.num_bytes for item in items]
+        rooms = reserved(ahead.answer.result(), sizes, self.mover.pool_bytes)
         meanwhile()
-        results = [PutResult(outcome_of(r.status), r.checksum) for r in reserved]
-        granted = [at for at, r in enumerate(reserved) if r.status == pb.ITEM_STATUS_OK]
+        results = [PutResult(outcome_of(r.status), r.checksum) for r in rooms]
+        granted = [at for at, r in enumerate(rooms) if r.status == pb.ITEM_STATUS_OK]
         if not granted:
             return Written(results, [], [], None)
         # nobody can stop a write into mapped memory: begin none near the reservation's end
-        half_s = min(reserved[at].ttl_ms for at in granted) / 2000
+        half_s = min(rooms[at].ttl_ms for at in granted) / 2000
         moves = [
             _move(r.put_id, r.placement, items[at].write, items[at].data)
-            for at, r in enumerate(reserved)
+            for at, r in enumerate(rooms)
             if r.status == pb.ITEM_STATUS_OK
         ]
         stub = self._calls.stub
@@ -172,6 +176,10 @@ class StoreSession:
         request = pb.GetRequest(keys=keys, incarnation=self._incarnation)
         return Ahead(self._calls.begin(self._calls.stub.Get, request, until), time.monotonic())
 
+    def found(self, ahead: Ahead, num_keys: int) -> Sequence[pb.GetResult]:
+        """The answer to `ask_get`. Errors as `put`."""
+        return found(ahead.answer.result(), num_keys, self.mover.pool_bytes)
+
     def get(
         self,
         keys: Sequence[bytes],
@@ -186,28 +194,28 @@ class StoreSession:
         Args:
             targets: where objects of just that size may go, instead of through the sink.
         """
-        found = ahead.answer.result().results
+        held = self.found(ahead, len(keys))
         meanwhile()
-        results = [GetResult(outcome_of(f.status)) for f in found]
-        leased = [at for at, f in enumerate(found) if f.status == pb.ITEM_STATUS_OK]
+        results = [GetResult(outcome_of(f.status)) for f in held]
+        leased = [at for at, f in enumerate(held) if f.status == pb.ITEM_STATUS_OK]
         if not leased:
             return results
         moves = [
             _move(
-                found[at].lease_id,
-                found[at].placement,
+                held[at].lease_id,
+                held[at].placement,
                 partial(sink, at),
                 None if targets is None else targets[at],
             )
             for at in leased
         ]
-        lease_s = min(found[at].lease_ms for at in leased) / 1000
+        lease_s = min(held[at].lease_ms for at in leased) / 1000
         with self.releasing([m.id for m in moves], until) as released:
             # the lease may have begun while the batch before this one was moved
             checksums = self._read(moves, lease_s, ahead.asked_at + lease_s / 2, until)
         # a lease that could be released has held until then: this verifies what was read
         for at, sum_, outcome in zip(leased, checksums, released, strict=True):
-            results[at] = verified(found[at], sum_, outcome)
+            results[at] = verified(held[at], sum_, outcome)
         corrupt = [keys[at] for at in leased if results[at].outcome is Outcome.CORRUPT]
         if corrupt:
             self._calls.forget(self._calls.stub.Check, pb.CheckRequest(keys=corrupt))
@@ -217,7 +225,7 @@ class StoreSession:
         """Whether leases hold; those that do are renewed. Errors as `put`."""
         request = pb.VerifyLeaseRequest(lease_ids=lease_ids, renew_ms=int(renew_s * 1000))
         statuses = self._calls.call(self._calls.stub.VerifyLease, request, until).statuses
-        return [status == pb.ITEM_STATUS_OK for status in statuses]
+        return [s == pb.ITEM_STATUS_OK for s in one_each(statuses, len(lease_ids))]
 
     @contextlib.contextmanager
     def releasing(self, lease_ids: list[int], until: float) -> Iterator[list[Outcome]]:
@@ -230,7 +238,7 @@ class StoreSession:
             self._calls.forget(self._calls.stub.Release, request)
             raise
         statuses = self._calls.call(self._calls.stub.Release, request, until).statuses
-        outcomes += [outcome_of(status) for status in statuses]
+        outcomes += [outcome_of(status) for status in one_each(statuses, len(lease_ids))]
 
     def _read(
         self, moves: Sequence[Move], lease_s: float, renew_at: float, until: float

@@ -25,15 +25,23 @@ from diptych.sockets import tune
 class StreamMover:
     """One connection to the node's byte stream. Threads take turns."""
 
-    def __init__(self, connection: socket.socket) -> None:
+    def __init__(self, connection: socket.socket, pool_bytes: int) -> None:
+        self.pool_bytes = pool_bytes
         self._connection = connection
         self._lock = threading.Lock()
         self._scratch = bytearray()
         self._wake_bytes = 1
 
     @classmethod
-    def connect(cls, address: str, token: bytes, timeout_s: float) -> StreamMover:
-        """Connect to `host:port` and show the token."""
+    def connect(
+        cls, address: str, token: bytes, timeout_s: float, *, pool_bytes: int
+    ) -> StreamMover:
+        """Connect to `host:port` and show the token.
+
+        Raises:
+            OSError: nobody answers there, or the token is refused.
+            ValueError, OverflowError: that is no address.
+        """
         host, _, port = address.rpartition(":")
         connection = socket.create_connection((host.strip("[]"), int(port)), timeout_s)
         try:
@@ -44,7 +52,7 @@ class StreamMover:
         except BaseException:
             connection.close()
             raise
-        return cls(connection)
+        return cls(connection, pool_bytes)
 
     def write(self, moves: Sequence[Move], until: float, begin_by: float) -> list[int | None]:
         # the node itself refuses what comes too late
@@ -105,7 +113,10 @@ class StreamMover:
 
     def _room(self, num_bytes: int) -> memoryview:
         if len(self._scratch) < num_bytes:
-            self._scratch = bytearray(num_bytes)
+            try:
+                self._scratch = bytearray(num_bytes)
+            except (MemoryError, OverflowError) as error:
+                raise TransferError(f"an object of {num_bytes} bytes has no room here") from error
         return memoryview(self._scratch)[:num_bytes]
 
     def _answer(self, until: float) -> tuple[int, int]:

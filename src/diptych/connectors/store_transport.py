@@ -35,7 +35,12 @@ class Mover(Protocol):
     Raises:
         OSError: the node is gone or too slow (TimeoutError); the mover is of no use any more.
         TransferError: the node does not keep to the protocol.
+
+    Attributes:
+        pool_bytes: where the node's objects lie: none is beyond it.
     """
+
+    pool_bytes: int
 
     def write(self, moves: Sequence[Move], until: float, begin_by: float) -> list[int | None]: ...
     def read(self, moves: Sequence[Move], until: float) -> list[int | None]: ...
@@ -57,6 +62,13 @@ def open_mover(node: pb.StoreNode, transport: str, timeout_s: float) -> Mover:
         TransferError: `memory` is asked for and the node is on another host; or the node does not
             keep to the protocol.
     """
+    try:
+        return _open(node, transport, timeout_s)
+    except (ValueError, OverflowError) as error:
+        raise TransferError(f"it has an address that is none: {error}") from error
+
+
+def _open(node: pb.StoreNode, transport: str, timeout_s: float) -> Mover:
     here = bool(node.memory_socket) and node.boot_id == boot_id() != ""
     if transport == "memory" and not here:
         raise TransferError("the store's memory cannot be mapped: it is on another host")
@@ -68,7 +80,9 @@ def open_mover(node: pb.StoreNode, transport: str, timeout_s: float) -> Mover:
                 raise
             # another container of the same host, with a network of its own
             _log.info("the store's memory cannot be mapped (%s); using its stream", error)
-    return StreamMover.connect(node.stream_address, node.access_token, timeout_s)
+    return StreamMover.connect(
+        node.stream_address, node.access_token, timeout_s, pool_bytes=node.pool_bytes
+    )
 
 
 class MappedMover:
@@ -76,6 +90,7 @@ class MappedMover:
 
     def __init__(self, pool: mmap.mmap) -> None:
         self._view = memoryview(pool)
+        self.pool_bytes = self._view.nbytes
         count = min(_MAX_COPIERS, (os.cpu_count() or 1) // 4)
         self._threads = ThreadPoolExecutor(count, "kv-copy") if count > 1 else None
 

@@ -38,6 +38,7 @@ class Leased:
 
         Raises:
             grpc.RpcError: the node does not answer.
+            TransferError: it does not keep to the protocol.
         """
         return all(self._session.holds(self.lease_ids, time.monotonic() + timeout_s, renew_s))
 
@@ -54,8 +55,8 @@ def leased(client: StoreClient, keys: Sequence[bytes], timeout_s: float = 5.0) -
     def find(session: StoreSession) -> tuple[Leased | None]:
         if not isinstance(session.mover, MappedMover):
             return (None,)
-        answer = session.ask_get(keys, until).answer.result()
-        return (Leased(session, session.mover, answer.results),)
+        found = session.found(session.ask_get(keys, until), len(keys))
+        return (Leased(session, session.mover, found),)
 
     [found] = client.attempt(find, timeout_s)
     if found is None:
