@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import re
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol, Self
 
@@ -25,6 +26,8 @@ _log = logging.getLogger(__name__)
 
 # Lua passes arguments over a stack of some thousands of entries.
 _BATCH = 1000
+
+_ENTRY = re.compile(rb"([a-z]{1,16}):([0-9]{1,19})")
 
 _BEGIN = """
 redis.call('DEL', KEYS[1])
@@ -103,14 +106,15 @@ class Directory:
         await self._redis.run(self._end, [self._key(node_id)], [incarnation])
 
     async def lookup(self, node_ids: Sequence[str], keys: Sequence[bytes]) -> list[list[Holder]]:
-        """Holders of each key among the given nodes."""
+        """Holders of each key among the given nodes; entries that no node made are left out."""
         holders: list[list[Holder]] = []
         for batch in _batches(keys):
             nodes = [self._key(node_id) for node_id in node_ids]
             found = await self._redis.run(self._lookup, nodes, list(batch))
             for position in range(len(batch)):
                 values = [(node_ids[n], values[position]) for n, values in enumerate(found)]
-                holders.append([_holder(node, value) for node, value in values if value])
+                known = [_holder(node, value) for node, value in values if value]
+                holders.append([holder for holder in known if holder is not None])
         return holders
 
     async def _run_apply(self, node_id: str, args: list[str | bytes | int]) -> bool:
@@ -198,6 +202,7 @@ def _value(held: Held) -> str:
     return f"{held.tier}:{held.num_bytes}"
 
 
-def _holder(node_id: str, value: bytes) -> Holder:
-    tier, num_bytes = value.decode().split(":")
-    return Holder(node_id, tier, int(num_bytes))
+def _holder(node_id: str, value: bytes) -> Holder | None:
+    """What `_value` made; anybody may have written something else there."""
+    entry = _ENTRY.fullmatch(value)
+    return None if entry is None else Holder(node_id, entry[1].decode(), int(entry[2]))

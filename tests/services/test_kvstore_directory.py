@@ -223,3 +223,18 @@ async def test_a_node_ends_though_a_cancellation_gets_lost_with_redis(world: Wor
             await until(asked)
 
     await asyncio.wait_for(serve(), 30)
+
+
+@pytest.mark.anyio
+async def test_an_entry_that_no_node_made_is_no_holder(world: World) -> None:
+    strange = [b"\xff\xfe", b"dram", b"dram:x", b"a:b:c", b"dram:" + b"9" * 5000, b"\x1b[2J:1"]
+    world.put(1)
+    async with world.writer():
+        await until(world.agrees)
+        for value in strange:
+            await world.redis.run(
+                world.redis.script("redis.call('HSET', KEYS[1], ARGV[1], ARGV[2])"),
+                [world.redis.key("directory", "n1")],
+                [key(9), value],
+            )
+            assert await world.holders(1, 9) == [[Holder("n1", "dram", 101)], []]
