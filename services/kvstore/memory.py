@@ -21,6 +21,7 @@ from typing import Self
 from diptych.connectors.sealed_memory import SIZE_SEALS
 from diptych.connectors.store_wire import HELLO_BYTES, POOL_SIZE, hello, socket_name
 from diptych.errors import ConfigError
+from diptych.log_limit import LogLimit
 
 _log = logging.getLogger(__name__)
 
@@ -64,6 +65,7 @@ class MemorySocket:
     def __init__(self, pool: MemoryPool, token: bytes) -> None:
         self._pool = pool
         self._token = token
+        self._complaints = LogLimit(_log)
         self.address = f"@diptych-kv-{secrets.token_hex(16)}"
         self._task: asyncio.Task[None] | None = None
         self._clients: set[asyncio.Task[None]] = set()
@@ -89,7 +91,7 @@ class MemorySocket:
             try:
                 client, _ = await loop.sock_accept(listener)
             except OSError as error:
-                _log.warning("memory socket: %s", error)
+                self._complaints.warning("memory socket: %s", error)
                 await asyncio.sleep(0.1)  # out of descriptors, say: wait until some are free
                 continue
             client.setblocking(False)
@@ -114,4 +116,4 @@ class MemorySocket:
                 # a few bytes into an empty buffer: never blocks
                 socket.send_fds(client, [POOL_SIZE.pack(self._pool.num_bytes)], [self._pool.fd])
             else:
-                _log.warning("a process asked for the pool with a wrong token")
+                self._complaints.warning("a process asked for the pool with a wrong token")

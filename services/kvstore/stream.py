@@ -27,6 +27,7 @@ from diptych.connectors.store_wire import (
     hello,
     wake_bytes,
 )
+from diptych.log_limit import LogLimit
 from diptych.services.kvstore.object_types import Status
 from diptych.services.kvstore.sending import Outgoing
 from diptych.sockets import tune
@@ -60,6 +61,8 @@ class StreamServer:
         self.port = port
         self.received_bytes = 0
         self.sent_bytes = 0
+        # of all connections: a stranger may open any number
+        self.complaints = LogLimit(_log)
         self._places = places
         self._pool = pool
         self._token = token
@@ -125,7 +128,9 @@ class _Connection(asyncio.BufferedProtocol):
         loop = asyncio.get_running_loop()
         self._hello_timer = loop.call_later(_HELLO_DEADLINE_S, self.abort)
         if len(self._peers) > _MAX_CLIENTS:
-            _log.warning("more than %d stream clients: one is refused", _MAX_CLIENTS)
+            self._server.complaints.warning(
+                "more than %d stream clients: one is refused", _MAX_CLIENTS
+            )
             self.abort()
 
     def connection_lost(self, error: Exception | None) -> None:
@@ -166,7 +171,7 @@ class _Connection(asyncio.BufferedProtocol):
     def _greet(self) -> None:
         self._hello_timer.cancel()
         if not hmac.compare_digest(bytes(self._header[:HELLO_BYTES]), self._greeting):
-            _log.warning("a stream client came with a wrong token")
+            self._server.complaints.warning("a stream client came with a wrong token")
             self.abort()
             return
         self._welcome = True
@@ -181,7 +186,7 @@ class _Connection(asyncio.BufferedProtocol):
         elif op == WRITE and 0 < num_bytes <= len(self._pool):
             self._begin_write(id_, num_bytes)
         else:
-            _log.warning("a stream client sent op %d of %d bytes", op, num_bytes)
+            self._server.complaints.warning("a stream client sent op %d of %d bytes", op, num_bytes)
             self.abort()
 
     def _begin_write(self, put_id: int, num_bytes: int) -> None:

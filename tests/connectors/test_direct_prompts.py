@@ -639,6 +639,12 @@ def test_the_end_of_another_prompt_is_not_believed(kind: Event, wrong: dict[str,
 def test_what_is_no_message_is_refused() -> None:
     with pytest.raises(TransferError, match="cannot be read"):
         HandoffMessage.decode(b"\x81\x01")
+    nested = b"\x81\xa2zz" + b"\x91" * 100_000 + b"\xc0"
+    with pytest.raises(TransferError, match="cannot be read"):
+        HandoffMessage.decode(nested)
+    good = HandoffMessage(kind=Event.ACK, request_id="name", epoch=1).encode()
+    with pytest.raises(TransferError, match="cannot be read"):
+        HandoffMessage.decode(good.replace(b"name", b"\xff\xfe\xfd\xfc"))
     ticket = HandoffMessage(kind=Event.TICKET, request_id="r", epoch=1)
     with pytest.raises(TransferError, match="no engine is to send"):
         HandoffMessage.decode(ticket.encode())

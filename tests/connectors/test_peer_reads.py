@@ -190,6 +190,8 @@ def test_cards_travel() -> None:
     assert decode_cards(encode_cards(both[::-1])) == both
     with pytest.raises(TransferError, match="cannot be read"):
         decode_cards(b"\x91\x81")
+    with pytest.raises(TransferError, match="cannot be read"):
+        decode_cards(b"\x91\x81\xa2zz" + b"\x91" * 100_000 + b"\xc0")
     old = msgspec.structs.replace(both[0], endpoint=msgspec.structs.replace(ENDPOINT, version=0))
     with pytest.raises(TransferError, match="version 0"):
         decode_cards(encode_cards([old]))

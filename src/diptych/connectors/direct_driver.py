@@ -47,6 +47,7 @@ from diptych.engine.control_messages import (
 from diptych.engine.control_port import ControlPort
 from diptych.errors import DiptychError
 from diptych.fault_points import reach
+from diptych.log_limit import LogLimit
 
 _log = logging.getLogger(__name__)
 
@@ -89,6 +90,7 @@ class DirectDriver:
         self._figures = HandoffFigures()
         self._given_times = HandoffTimes()
         self._closing = False
+        self._complaints = LogLimit(_log)
         names = settings.transport_names
         self._transfer = TransferThread(
             open_transports(names, settings.for_transports(memory.device)),
@@ -318,7 +320,7 @@ class DirectDriver:
             elif isinstance(message, PeerDown):
                 self._part(message.peer)
         except DiptychError as error:
-            _log.warning("peer %s: %s", message.peer, error.message)
+            self._complaints.warning("peer %s: %s", message.peer, error.message)
 
     def _take_message(self, peer: str, message: HandoffMessage) -> None:
         reach(f"handoff.got_{message.kind.value.lower()}")

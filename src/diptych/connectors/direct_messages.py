@@ -65,7 +65,7 @@ class HandoffMessage(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         """
         try:
             message = _decoder.decode(body)
-        except msgspec.MsgspecError as error:
+        except (ValueError, RecursionError) as error:
             raise TransferError(f"a peer's hand-off message cannot be read: {error}") from error
         if message.kind not in TO_DECODE | TO_PREFILL:
             raise TransferError(f"a peer sent {message.kind}, which no engine is to send")

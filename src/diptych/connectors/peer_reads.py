@@ -59,7 +59,7 @@ def decode_cards(data: bytes) -> list[RankCard]:
     """
     try:
         cards = msgspec.msgpack.decode(data, type=list[RankCard])
-    except msgspec.DecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise TransferError(f"a worker's cards cannot be read: {error}") from error
     for card in cards:
         card.endpoint.check_version()

@@ -177,7 +177,7 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
         """
         try:
             endpoint = msgspec.msgpack.decode(data, type=cls)
-        except msgspec.DecodeError as error:
+        except (ValueError, RecursionError) as error:
             raise TransferError(f"a peer's endpoint cannot be read: {error}") from error
         endpoint.check_version()
         return endpoint

@@ -125,7 +125,7 @@ class NixlTransport(Transport):
             raise TransferError("the peer does not run NIXL")
         try:
             payload = msgspec.msgpack.decode(offer.payload, type=_Payload)
-        except msgspec.DecodeError as error:
+        except (ValueError, RecursionError) as error:
             raise TransferError(f"a peer's NIXL offer cannot be read: {error}") from error
         if payload.version != self.version:
             raise TransferError(f"the peer runs NIXL {payload.version}, this worker {self.version}")

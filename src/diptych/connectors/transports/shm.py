@@ -35,6 +35,7 @@ from diptych.connectors.transports.base import (
     Transport,
 )
 from diptych.errors import TransferError
+from diptych.log_limit import LogLimit
 
 _log = logging.getLogger(__name__)
 
@@ -79,6 +80,7 @@ class ShmTransport(Transport):
         self._reads: set[_ShmRead] = set()
         self._peers: set[ShmPeer] = set()
         self._boot_id = boot_id()
+        self._complaints = LogLimit(_log)
 
     def register(self, region: str, memory: Memory) -> None:
         self._regions[region] = memory
@@ -214,7 +216,7 @@ class ShmTransport(Transport):
                 self._lose(peer, "its socket ended")
             else:
                 peer.views = _map(data, fds)
-        except (OSError, TransferError, msgspec.DecodeError) as error:
+        except (OSError, TransferError, ValueError, RecursionError) as error:
             self._lose(peer, f"its memory cannot be mapped: {error}")
         finally:
             for fd in fds:
@@ -273,7 +275,9 @@ class ShmTransport(Transport):
             return
         client.setblocking(False)
         if len(self._clients) >= _MAX_CLIENTS:
-            _log.warning("more than %d readers of this memory: one is refused", _MAX_CLIENTS)
+            self._complaints.warning(
+                "more than %d readers of this memory: one is refused", _MAX_CLIENTS
+            )
             client.close()
             return
         self._clients[client.fileno()] = client, time.monotonic() + _HELLO_DEADLINE_S
@@ -286,7 +290,7 @@ class ShmTransport(Transport):
             data = client.recv(TOKEN_BYTES)
             if deadline_s is None or not hmac.compare_digest(data, self._token):
                 if data:
-                    _log.warning("a reader of this memory came with a wrong token")
+                    self._complaints.warning("a reader of this memory came with a wrong token")
                 self._drop_client(fd)
                 return
             self._send_regions(client)

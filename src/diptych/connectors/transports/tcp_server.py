@@ -30,6 +30,7 @@ from diptych.connectors.transports.tcp_wire import (
     Wire,
     advance,
 )
+from diptych.log_limit import LogLimit
 
 _log = logging.getLogger(__name__)
 
@@ -69,6 +70,7 @@ class TcpServer:
         self._epoll = epoll
         self._tls = tls
         self._clients: dict[int, _Client] = {}
+        self._complaints = LogLimit(_log)
         epoll.register(self._listener, select.EPOLLIN)
 
     def progress(self, ready: Mapping[int, int]) -> None:
@@ -102,7 +104,7 @@ class TcpServer:
         except OSError:
             return
         if len(self._clients) >= _MAX_CLIENTS:
-            _log.warning("more than %d readers over TCP: one is refused", _MAX_CLIENTS)
+            self._complaints.warning("more than %d readers over TCP: one is refused", _MAX_CLIENTS)
             connection.close()
             return
         wire = PlainWire(connection) if self._tls is None else TlsWire(connection, self._tls, None)
@@ -115,7 +117,7 @@ class TcpServer:
             self.sent_bytes += client.send_answers(_TURN_BYTES)
         except (OSError, _ProtocolError) as error:
             if isinstance(error, _ProtocolError):
-                _log.warning("a reader over TCP is cut off: %s", error)
+                self._complaints.warning("a reader over TCP is cut off: %s", error)
             self._drop(client)
             return
         owes = select.EPOLLOUT if client.owes else 0
