@@ -21,6 +21,7 @@ from typing import Any
 
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
 
 from diptych.launcher.child import free_ports
 
@@ -37,6 +38,21 @@ def until(holds: Callable[[], bool], what: str, timeout_s: float = 120.0) -> Non
     while not holds():
         assert time.monotonic() < deadline, f"not within {timeout_s:g} s: {what}"
         time.sleep(0.05)
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """Metrics of one process at one time."""
+
+    samples: list[Sample]
+
+    def sum(self, name: str, **labels: str) -> float:
+        """Of a metric's samples that carry `labels`."""
+        return sum(
+            sample.value
+            for sample in self.samples
+            if sample.name == name and labels.items() <= sample.labels.items()
+        )
 
 
 @dataclass
@@ -115,24 +131,23 @@ class ServiceProcess:
                 time.sleep(0.05)
         raise AssertionError(f"{self.command} is not ready:\n{self.log.read_text()}")
 
-    def metric(self, name: str, **labels: str) -> float:
-        """The sum of a metric's samples that carry `labels`."""
+    def figures(self) -> Figures:
+        """Its metrics as they are now."""
         with urllib.request.urlopen(self._url("/metrics"), timeout=60) as answer:
             families = text_string_to_metric_families(answer.read().decode())
-        return sum(
-            sample.value
-            for family in families
-            for sample in family.samples
-            if sample.name == name and labels.items() <= sample.labels.items()
-        )
+        return Figures([sample for family in families for sample in family.samples])
+
+    def metric(self, name: str, **labels: str) -> float:
+        """As `Figures.sum`, of now."""
+        return self.figures().sum(name, **labels)
 
     def prompt_tokens(self, source: str) -> float:
         return self.metric("vllm:prompt_tokens_by_source_total", source=source)
 
     @property
     def all_blocks_free(self) -> bool:
-        free = self.metric("diptych:kv_blocks_free")
-        return free == self.metric("diptych:kv_blocks_total") > 0
+        figures = self.figures()
+        return figures.sum("diptych:kv_blocks_free") == figures.sum("diptych:kv_blocks_total") > 0
 
     def kill(self) -> None:
         """End it without a word."""

@@ -251,16 +251,17 @@ class Deployment:
         """What is not given back, by name."""
         found: dict[str, float] = {}
         for name, service in self.services.items():
+            figures = service.figures()
             if name.startswith("kvstore"):
                 for metric in ("leases", "puts_open", "pinned_bytes"):
-                    found[f"{name} {metric}"] = service.metric(f"diptych:kvstore_{metric}")
+                    found[f"{name} {metric}"] = figures.sum(f"diptych:kvstore_{metric}")
                 continue
-            found[f"{name} running"] = service.metric("vllm:num_requests_running")
+            found[f"{name} running"] = figures.sum("vllm:num_requests_running")
             if name.startswith("router"):
                 continue
-            found[f"{name} waiting"] = service.metric("vllm:num_requests_waiting")
-            free = service.metric("diptych:kv_blocks_free")
-            found[f"{name} blocks"] = service.metric("diptych:kv_blocks_total") - free
+            found[f"{name} waiting"] = figures.sum("vllm:num_requests_waiting")
+            free = figures.sum("diptych:kv_blocks_free")
+            found[f"{name} blocks"] = figures.sum("diptych:kv_blocks_total") - free
         return {name: value for name, value in found.items() if value}
 
     def extra(self) -> dict[str, str]:
@@ -411,7 +412,7 @@ def _until_empty(found: Callable[[], dict[str, Any]]) -> None:
     deadline = time.monotonic() + SETTLE_S
     while left := found():
         assert time.monotonic() < deadline, f"after {SETTLE_S:g} s there is still {left}"
-        time.sleep(0.05)
+        time.sleep(0.2)  # what looks takes time from those that are looked at
 
 
 @contextmanager
