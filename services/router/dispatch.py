@@ -358,6 +358,9 @@ class Dispatcher:
             self._count_handoff(attempt, "done")
             self._release(job, attempt, attempt.worker_key, ended=worker_key)
         elif outcome in _ENDS:
+            if worker_key == attempt.decode_key and not job.route.kv_arrived(attempt):
+                # its first word was its last, and prefill has not said yet that all was read
+                self._count_handoff(attempt, "done")
             self._release(job, attempt, ended=worker_key)
 
     def _give_up(self, job: _Job, attempt: Attempt) -> None:

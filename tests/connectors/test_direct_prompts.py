@@ -587,6 +587,39 @@ def test_a_reader_that_did_not_hear_of_the_end_learns_of_it() -> None:
     world.check_end()
 
 
+def test_an_answer_that_ends_with_prefills_token_is_no_failed_handoff() -> None:
+    """Its router says so to decode: what prefill says is no reason to look for another attempt."""
+    world = World(20, 0)
+    world.run("step", 8)
+    while world.network and not world.reads.open:
+        world.run("deliver", 0)
+    world.release_prefill()
+    for _ in range(2):
+        world.run("time", 1)  # decode shows that it is there, and is told
+        while world.network:
+            world.run("deliver", 0)
+    assert world.prefill.num_gone == 1
+    assert world.state_d == "loading"
+    world.end_decode()
+    while world.reads.open:
+        world.run("read", 0)
+    world.quiet()
+    assert not world.decode.failures
+    world.check_end()
+
+
+def test_decode_does_not_wait_for_ever_for_the_word_of_a_router_that_says_nothing() -> None:
+    world = World(20, 0)
+    world.run("step", 8)
+    while world.network and not world.reads.open:
+        world.run("deliver", 0)
+    world.release_prefill()
+    world.quiet()
+    assert world.state_d == "ended"
+    assert world.decode.failures.total() == 1
+    world.check_end()
+
+
 def test_a_lease_that_ends_under_way_lets_prefill_go_on_and_holds_nothing_after() -> None:
     world = World(20, 0)
     world.run("step", 8)

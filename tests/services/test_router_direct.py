@@ -79,6 +79,32 @@ async def test_both_workers_are_asked_at_once_under_one_epoch(
         assert await router.metric("diptych:stale_entries_total") <= 1
 
 
+async def test_a_handoff_for_one_token_is_counted_though_prefill_has_not_confirmed_it(
+    model: Path, script: list[int]
+) -> None:
+    (prefill,), (decode,) = workers(script, PREFILL), workers(script, DECODE)
+    prefill.commits = False  # or it comes later than the end
+    async with running_router(model, [prefill, decode], handoff="direct") as router:
+        body = {**BODY, "max_tokens": 2}
+        assert (await read_stream(router, body))[1] == script[:2]
+        assert await router.metric('diptych:handoffs_total{result="done",way="direct"}') == 1
+        assert await router.metric('diptych:handoff_gap_seconds_count{way="direct"}') == 1
+
+
+async def test_a_handoff_is_counted_once(model: Path, script: list[int]) -> None:
+    (prefill,), (decode,) = workers(script, PREFILL), workers(script, DECODE)
+    decode.pause_at = 1
+    async with running_router(model, [prefill, decode], handoff="direct") as router:
+        reading = asyncio.create_task(read_stream(router, {**BODY, "max_tokens": 2}))
+        line = 'diptych:handoffs_total{result="done",way="direct"}'
+        async with asyncio.timeout(60):
+            while not await router.metric(line):  # by prefill's commit
+                await asyncio.sleep(0.01)
+        decode.resume.set()
+        assert (await reading)[1] == script[:2]
+        assert await router.metric(line) == 1
+
+
 async def test_decode_may_be_ahead_of_token_1(model: Path, script: list[int]) -> None:
     (prefill,), (decode,) = workers(script, PREFILL), workers(script, DECODE)
     prefill.pause_at = 0

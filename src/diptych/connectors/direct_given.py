@@ -45,7 +45,8 @@ class GivenPrompt:
 class _Given:
     """One hand-off on prefill's side. `committed` is the number of its last announcement, once it
     is known; `num_read` are the tokens that the reader says it has read; `owed` whether the
-    scheduler waits to have the blocks back."""
+    scheduler waits to have the blocks back; `ended` whether the request ended before the KV was
+    read or given up."""
 
     prompt: GivenPrompt
     machine: Prefill = field(default_factory=Prefill)
@@ -58,6 +59,7 @@ class _Given:
     pending: list[PendingChecksums] = field(default_factory=list)
     checksums: list[int] = field(default_factory=list)
     owed: bool = False
+    ended: bool = False
     last: HandoffMessage | None = None
     repeat_at_s: float = 0.0
     lease_end_s: float = 0.0
@@ -159,6 +161,7 @@ class GivenPrompts:
     def released(self, request_id: str) -> None:
         """The request has ended: explicitly, or because what it sampled ended it."""
         if entry := self._given.get(request_id):
+            entry.ended |= entry.machine.state not in _OVER
             release = Message(Event.RELEASE, PREFILL, entry.machine.epoch)
             self._step(entry, Event.RELEASE, release)
 
@@ -265,6 +268,7 @@ class GivenPrompts:
                 start=out.start,
                 token_id=entry.token_id if stored else -1,
                 num_cached_tokens=entry.num_cached_tokens if stored else 0,
+                ended=entry.ended and out.kind is Event.GONE,
             )
             self._send(entry.prompt.peer, wire)
             return

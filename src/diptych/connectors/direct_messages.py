@@ -39,6 +39,8 @@ class HandoffMessage(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         token_id: with a COMMIT or STORED, what prefill sampled after the prompt.
         num_cached_tokens: with a COMMIT or STORED, prompt tokens that prefill found computed.
         checksums: with a COMMIT, one per block of prefill; empty where they are not verified.
+        ended: with a GONE, whether the request itself ended at prefill, by what it sampled or
+            because its router said so: nothing went wrong, and the router tells decode.
     """
 
     kind: Event
@@ -51,6 +53,7 @@ class HandoffMessage(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     token_id: TokenId = -1
     num_cached_tokens: Count = 0
     checksums: list[int] = []
+    ended: bool = False
 
     def encode(self) -> bytes:
         """For `decode`, on the wire."""

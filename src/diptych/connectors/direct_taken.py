@@ -140,6 +140,8 @@ class TakenPrompts:
         if entry is None or entry.prompt.peer != peer:
             self.num_ignored += 1
             return
+        if message.kind is Event.GONE and message.ended:
+            return  # no failure: the router lets go of it here as well, or its deadline does
         if message.epoch == entry.machine.epoch:
             entry.heard_s = self._monotonic()
         if message.kind in ANNOUNCEMENTS:
