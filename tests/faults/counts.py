@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,14 +32,16 @@ class Held:
     descriptors: Counter[str]
     threads: Counter[str]
 
-    def beyond(self, before: Held) -> dict[str, int]:
-        """What it has more of than before, by kind, apart from what libraries may keep."""
+    def beyond(self, before: Held, may_have: Mapping[str, int] | None = None) -> dict[str, int]:
+        """What it has more of than before, by kind, apart from what libraries may keep; of some
+        kinds of descriptor it `may_have` so many whatever it had."""
+        known = before.descriptors | Counter(may_have or {})  # the larger of both
         found = _beyond(self.threads, before.threads, POOLED_THREADS)
-        return found | _beyond(self.descriptors, before.descriptors, POOLED_DESCRIPTORS)
+        return found | _beyond(self.descriptors, known, POOLED_DESCRIPTORS)
 
 
-def _beyond(now: Counter[str], before: Counter[str], pooled: dict[str, int]) -> dict[str, int]:
-    more = {kind: count - before[kind] for kind, count in now.items()}
+def _beyond(now: Counter[str], before: Mapping[str, int], pooled: dict[str, int]) -> dict[str, int]:
+    more = {kind: count - before.get(kind, 0) for kind, count in now.items()}
     return {kind: count for kind, count in more.items() if count > pooled.get(kind, 0)}
 
 
