@@ -12,6 +12,7 @@ from diptych.config import KVStoreConfig, RedisConfig
 from diptych.connectors.store_wire import TOKEN_BYTES, boot_id
 from diptych.observe import AdminServer, new_registry, run_until_signal
 from diptych.proto import kvstore_pb2_grpc
+from diptych.registry import Registry
 from diptych.rpc import RpcServer, Service
 from diptych.services.kvstore.arena import PAGE_BYTES, Arena
 from diptych.services.kvstore.checks import Checker
@@ -41,6 +42,10 @@ async def serve(config: KVStoreConfig, redis_config: RedisConfig, stop: asyncio.
     """Serve until `stop` is set. Without a Redis in the configuration the node is found by its
     address alone; with one it is ready once Redis has answered."""
     async with AsyncExitStack() as stack:
+        registry = None
+        if redis_config.redis is not None:
+            registry = Registry(redis_config)
+            stack.push_async_callback(registry.close)
         pool = stack.enter_context(MemoryPool(config.pool_bytes // PAGE_BYTES * PAGE_BYTES))
         table = _make_table(config, pool.num_bytes)
         files = None if config.ssd_path is None else ObjectFiles(config.ssd_path)
@@ -59,7 +64,7 @@ async def serve(config: KVStoreConfig, redis_config: RedisConfig, stop: asyncio.
             stream_address=reachable(config, stream.port, redis_config.redis),
             access_token=token,
         )
-        membership = Membership(config, redis_config, tiers, node)
+        membership = Membership(config, registry, tiers, node)
         heat = HeatMap(time.monotonic, reads_per_s=config.hot_reads_per_s)
         replicator = await stack.enter_async_context(
             Replicator(node.node_id, table, pool.view, membership, heat)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import AsyncExitStack
 
 from diptych.addresses import reachable_address
-from diptych.config import KVStoreConfig, RedisConfig
+from diptych.config import KVStoreConfig
 from diptych.observe import Status
 from diptych.registry import Heartbeat, Registry, StoreRecord, Watch
 from diptych.services.kvstore.directory import Directory, DirectoryWriter
@@ -19,10 +19,10 @@ class Membership:
     """Announces the node and its objects for as long as the stack it entered is open."""
 
     def __init__(
-        self, config: KVStoreConfig, redis_config: RedisConfig, tiers: Tiers, node: NodeAddresses
+        self, config: KVStoreConfig, registry: Registry | None, tiers: Tiers, node: NodeAddresses
     ) -> None:
         self._config = config
-        self._redis_config = redis_config
+        self._registry = registry
         self._tiers = tiers
         self._node = node
         self._heartbeat: Heartbeat | None = None
@@ -30,7 +30,7 @@ class Membership:
 
     @property
     def enabled(self) -> bool:
-        return self._redis_config.redis is not None
+        return self._registry is not None
 
     @property
     def members(self) -> dict[str, StoreRecord]:
@@ -46,20 +46,19 @@ class Membership:
 
     async def enter(self, stack: AsyncExitStack, port: int, admin_port: int) -> None:
         """Announce the node and its objects until the stack is left."""
-        if not self.enabled:
+        registry = self._registry
+        if registry is None:
             return
-        registry = Registry(self._redis_config)
-        stack.push_async_callback(registry.close)
         writer = DirectoryWriter(
             Directory(registry.redis),
             self._tiers,
             self._node.node_id,
             self._node.incarnation,
-            interval_s=min(_DIRECTORY_S, self._redis_config.heartbeat_s),
-            life_s=self._redis_config.liveness_s,
+            interval_s=min(_DIRECTORY_S, registry.config.heartbeat_s),
+            life_s=registry.config.liveness_s,
         )
         await stack.enter_async_context(writer)
-        directory_url = self._redis_config.redis
+        directory_url = registry.config.redis
         address = reachable(self._config, port, directory_url)
         admin_address = reachable(self._config, admin_port, directory_url)
         self._heartbeat = Heartbeat(registry, lambda: self._record(address, admin_address))
