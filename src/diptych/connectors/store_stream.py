@@ -21,6 +21,9 @@ from diptych.errors import TransferError
 from diptych.proto import kvstore_pb2 as pb
 from diptych.sockets import tune
 
+# Objects are looked at and sent by parts of so much: a core's cache holds it.
+_PART_BYTES = 512 << 10
+
 
 class StreamMover:
     """One connection to the node's byte stream. Threads take turns."""
@@ -65,8 +68,8 @@ class StreamMover:
                 if view is None:
                     view = self._room(move.num_bytes)
                     move.touch(view)
-                checksums.append(xxhash.xxh3_64_intdigest(view))
-                self._send_both(FRAME.pack(WRITE, move.id, move.num_bytes), view, until)
+                head = FRAME.pack(WRITE, move.id, move.num_bytes)
+                checksums.append(self._send_object(head, view, until))
             for position in range(len(checksums)):
                 if self._answer(until)[0] != pb.ITEM_STATUS_OK:
                     checksums[position] = None
@@ -128,6 +131,19 @@ class StreamMover:
     def _send(self, data: bytes | memoryview, until: float) -> None:
         self._connection.settimeout(_left(until))
         self._connection.sendall(data)
+
+    def _send_object(self, head: bytes, data: memoryview, until: float) -> int:
+        """Send an object, part by part; returns its checksum. Each part is sent right after it was
+        looked at: it is in the cache, and the node goes on while the next one is looked at."""
+        checksum = xxhash.xxh3_64()
+        for at in range(0, data.nbytes, _PART_BYTES):
+            part = data[at : at + _PART_BYTES]
+            checksum.update(part)
+            if at:
+                self._send(part, until)
+            else:
+                self._send_both(head, part, until)
+        return checksum.intdigest()
 
     def _send_both(self, head: bytes, data: memoryview, until: float) -> None:
         """Two pieces in one call: a packet for the head alone would wake the node for nothing."""
