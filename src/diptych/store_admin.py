@@ -204,7 +204,7 @@ def _evict(cluster: StoreCluster, args: argparse.Namespace) -> int:
     for client in _clients(cluster).values():
         try:
             if keys:
-                present = client.ask("Exists", pb.ExistsRequest(keys=keys)).present
+                present = client.exists_many(keys)
                 missing -= {key for key, there in zip(keys, present, strict=True) if there}
             removed += client.ask("Evict", request).num_objects
         except TransferError as error:
@@ -253,7 +253,7 @@ def _pin(cluster: StoreCluster, args: argparse.Namespace) -> int:
     pinned = refused = failed = 0
     for client in _clients(cluster).values():
         try:
-            statuses = client.ask("Pin", request).statuses
+            statuses = client.ask_each("Pin", request, "statuses", len(keys))
         except TransferError as error:
             failed = _complain(error)
             continue

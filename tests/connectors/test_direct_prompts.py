@@ -229,6 +229,12 @@ class World:
             self._drop_prefill()
             self.prefill.preempted("r")
 
+    def begin_reading(self) -> None:
+        """Prefill computes, and decode hears of it until it reads."""
+        self.run("step", 8)
+        while self.network and not self.reads.open:
+            self.run("deliver", 0)
+
     def release_prefill(self) -> None:
         if self.state_p == "handed off":
             self.prefill.released("r")
@@ -590,9 +596,7 @@ def test_a_reader_that_did_not_hear_of_the_end_learns_of_it() -> None:
 def test_an_answer_that_ends_with_prefills_token_is_no_failed_handoff() -> None:
     """Its router says so to decode: what prefill says is no reason to look for another attempt."""
     world = World(20, 0)
-    world.run("step", 8)
-    while world.network and not world.reads.open:
-        world.run("deliver", 0)
+    world.begin_reading()
     world.release_prefill()
     for _ in range(2):
         world.run("time", 1)  # decode shows that it is there, and is told
@@ -610,9 +614,7 @@ def test_an_answer_that_ends_with_prefills_token_is_no_failed_handoff() -> None:
 
 def test_decode_does_not_wait_for_ever_for_the_word_of_a_router_that_says_nothing() -> None:
     world = World(20, 0)
-    world.run("step", 8)
-    while world.network and not world.reads.open:
-        world.run("deliver", 0)
+    world.begin_reading()
     world.release_prefill()
     world.quiet()
     assert world.state_d == "ended"

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
@@ -26,15 +25,13 @@ from tests.connectors.store_engines import (
     PROMPT,
     CutInTheMiddle,
     MakeCore,
-    making_cores,
     num_stored,
     run,
     take,
     until,
 )
 from tests.engine.make_requests import make_request
-from tests.services.test_kvstore import Node, running_node
-from tests.tiny_models import make_tiny_model
+from tests.services.test_kvstore import Node
 
 CUT, FOUND = 128, 192  # of the three pages the last is loaded
 
@@ -91,29 +88,23 @@ class Gate:
             store.may_read.set()
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture
-def node() -> Iterator[Node]:
-    with running_node(pool_bytes=64 << 20) as node:
-        yield node
-
-
-@pytest.fixture
-def make_core(model: Path) -> Iterator[MakeCore]:
-    with making_cores(model) as make:
-        yield make
-
-
 @pytest.fixture
 def cold(node: Node, make_core: MakeCore) -> list[int]:
     """The answer of an engine that computes everything, whose pages the node has then."""
     answer = run(make_core(node), make_request("a", PROMPT))["a"]
     until(lambda: num_stored(node) == 3)
     return answer
+
+
+def cut_core(
+    make_core: MakeCore, node: Node, gate: Gate, max_num_batched_tokens: int
+) -> tuple[EngineCore, dict[str, list[int]]]:
+    """An engine that was just asked, whose loads go through the gate; and the answers to come."""
+    core = make_core(
+        node, costs=CutInTheMiddle, store=gate, max_num_batched_tokens=max_num_batched_tokens
+    )
+    core.add_request(make_request("a", PROMPT))
+    return core, {}
 
 
 def step_until(core: EngineCore, answers: dict[str, list[int]], reached: int) -> None:
@@ -150,9 +141,7 @@ def test_a_load_that_ends_late_is_waited_for_and_one_that_fails_costs_no_second_
     node: Node, make_core: MakeCore, cold: list[int], how: str
 ) -> None:
     gate = Gate(how)
-    core = make_core(node, costs=CutInTheMiddle, store=gate, max_num_batched_tokens=48)
-    core.add_request(make_request("a", PROMPT))
-    answers: dict[str, list[int]] = {}
+    core, answers = cut_core(make_core, node, gate, 48)
     step_until(core, answers, CUT)
     gate.wait_until_reading()
     assert core._scheduler._requests["a"].num_computed_tokens == CUT
@@ -173,9 +162,7 @@ def test_a_load_that_ends_early_waits_for_what_is_before_it(
     node: Node, make_core: MakeCore, cold: list[int], how: str
 ) -> None:
     gate = Gate(how)
-    core = make_core(node, costs=CutInTheMiddle, store=gate, max_num_batched_tokens=16)
-    core.add_request(make_request("a", PROMPT))
-    answers: dict[str, list[int]] = {}
+    core, answers = cut_core(make_core, node, gate, 16)
     until(lambda: take(core, answers) or core.stats.num_running > 0)
     gate.wait_until_reading()
     gate.open()
@@ -194,9 +181,7 @@ def test_an_aborted_one_gives_its_blocks_back_when_no_byte_can_arrive(
     node: Node, make_core: MakeCore, cold: list[int]
 ) -> None:
     gate = Gate()
-    core = make_core(node, costs=CutInTheMiddle, store=gate, max_num_batched_tokens=48)
-    core.add_request(make_request("a", PROMPT))
-    answers: dict[str, list[int]] = {}
+    core, answers = cut_core(make_core, node, gate, 48)
     step_until(core, answers, 48)
     gate.wait_until_reading()
     core.abort(["a"])

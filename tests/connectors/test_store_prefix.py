@@ -5,10 +5,7 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from pathlib import Path
-
-import pytest
+from collections.abc import Sequence
 
 from diptych.connectors.base import TransferRates
 from diptych.connectors.page_costs import LoadCosts
@@ -22,14 +19,12 @@ from tests.connectors.fakes import Request, make_layout
 from tests.connectors.store_engines import (
     PROMPT,
     MakeCore,
-    making_cores,
     num_stored,
     run,
     until,
 )
 from tests.engine.make_requests import make_request
-from tests.services.test_kvstore import Node, control, running_node
-from tests.tiny_models import make_tiny_model
+from tests.services.test_kvstore import Node, control
 
 # --- the question
 
@@ -185,23 +180,6 @@ def test_decode_stores_only_what_comes_after_the_prompt_it_was_given() -> None:
 
 
 # --- two engines and a node
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture
-def node() -> Iterator[Node]:
-    with running_node(pool_bytes=64 << 20) as node:
-        yield node
-
-
-@pytest.fixture
-def make_core(model: Path) -> Iterator[MakeCore]:
-    with making_cores(model) as make:
-        yield make
 
 
 def test_a_prompt_that_another_engine_computed_is_loaded(node: Node, make_core: MakeCore) -> None:
