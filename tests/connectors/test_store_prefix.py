@@ -7,6 +7,8 @@ import threading
 import time
 from collections.abc import Sequence
 
+import pytest
+
 from diptych.connectors.base import TransferRates
 from diptych.connectors.page_costs import LoadCosts
 from diptych.connectors.page_lookup import PrefixLookup
@@ -126,6 +128,59 @@ def test_the_cheaper_way_is_taken_at_measured_rates() -> None:
     assert not loads()
     now[0] = 31.0  # what was slow then may be fast by now
     assert loads()
+
+
+def slow_costs(now: list[float], **rates: float) -> LoadCosts:
+    """Of a store that was fast, beside a model that computes 10,000 tokens/s, and then `rates`."""
+    costs = LoadCosts(1000, lambda: now[0])
+    fast = TransferRates(10**9, 1.0, computed_tokens=10_000, compute_s=1.0)
+    for _ in range(5):
+        costs.note(fast)
+    costs.note(TransferRates(**rates))  # type: ignore[arg-type]
+    return costs
+
+
+@pytest.mark.parametrize(
+    "rates",
+    [
+        {"loaded_bytes": 1_000_000, "load_s": 10.0},
+        {"failed_bytes": 1_000_000, "failed_s": 10.0},
+    ],
+    ids=["slow", "failed"],
+)
+def test_a_store_that_became_slow_is_left_alone_for_long(rates: dict[str, float]) -> None:
+    """It was a thousand times as fast. Trying it every 30 s cost 10 s each time."""
+    now = [0.0]
+    costs = slow_costs(now, **rates)
+
+    def loads() -> bool:
+        return costs.cut(Prefix(0, 4096), ()) == 0
+
+    assert not loads()
+    tries = 0
+    for _ in range(1000):
+        now[0] += 1.0
+        if loads():
+            tries += 1
+            now[0] += 10.0
+            costs.note(TransferRates(**rates))  # type: ignore[arg-type]
+    assert 2 <= tries <= 6
+    now[0] += 601.0
+    assert loads()
+    costs.note(TransferRates(10**9, 1.0))
+    assert loads()  # fast again: what was before counts no more
+
+
+def test_a_load_that_found_nothing_says_nothing_of_the_store() -> None:
+    now = [0.0]
+    costs = slow_costs(now, failed_bytes=4_096_000, failed_s=0.001)  # four times as fast
+    assert costs.cut(Prefix(0, 4096), ()) == 0
+
+
+def test_one_load_of_half_the_speed_is_no_slow_store() -> None:
+    now = [0.0]
+    costs = slow_costs(now, loaded_bytes=10**9, load_s=2.0)
+    assert costs.cut(Prefix(0, 4096), ()) == 0
 
 
 def test_steps_of_a_few_tokens_do_not_count_as_a_rate() -> None:

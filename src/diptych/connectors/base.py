@@ -109,12 +109,19 @@ class KVConnectorMetadata:
 
 @dataclass(slots=True)
 class TransferRates:
-    """What was measured: bytes loaded and prompt tokens computed, with the seconds they took."""
+    """What was measured: bytes loaded and prompt tokens computed, with the seconds they took; and
+    the seconds after which loads had failed, of which so many bytes were wanted."""
 
     loaded_bytes: int = 0
     load_s: float = 0.0
     computed_tokens: int = 0
     compute_s: float = 0.0
+    failed_bytes: int = 0
+    failed_s: float = 0.0
+
+    def failed(self, num_bytes: int, seconds: float) -> None:
+        self.failed_bytes += num_bytes
+        self.failed_s += seconds
 
     def loaded(self, num_bytes: int, seconds: float) -> None:
         self.loaded_bytes += num_bytes
