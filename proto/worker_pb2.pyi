@@ -302,10 +302,16 @@ class EntryExtra(_message.Message):
     def __init__(self, entry: _Optional[int] = ..., logprobs: _Optional[_Union[_common_pb2.PackedLogprobs, _Mapping]] = ..., prompt_logprobs: _Optional[_Union[_common_pb2.PackedLogprobs, _Mapping]] = ..., commit: _Optional[_Union[KvCommit, _Mapping]] = ..., error: _Optional[str] = ..., handoff_failed: _Optional[str] = ...) -> None: ...
 
 class DrainRequest(_message.Message):
-    __slots__ = ("deadline_ms",)
+    __slots__ = ("deadline_ms", "incarnation", "key_id", "signature")
     DEADLINE_MS_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    KEY_ID_FIELD_NUMBER: _ClassVar[int]
+    SIGNATURE_FIELD_NUMBER: _ClassVar[int]
     deadline_ms: int
-    def __init__(self, deadline_ms: _Optional[int] = ...) -> None: ...
+    incarnation: str
+    key_id: str
+    signature: bytes
+    def __init__(self, deadline_ms: _Optional[int] = ..., incarnation: _Optional[str] = ..., key_id: _Optional[str] = ..., signature: _Optional[bytes] = ...) -> None: ...
 
 class DrainResponse(_message.Message):
     __slots__ = ("num_left",)

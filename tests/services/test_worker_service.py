@@ -325,6 +325,32 @@ async def test_a_drain_reports_what_is_left_at_its_deadline() -> None:
         assert not worker.engine.aborted
 
 
+@pytest.mark.parametrize("said_by", ["nobody", "a stranger", "us to an earlier life", "us"])
+async def test_with_ticket_keys_only_who_holds_them_drains_a_worker(said_by: str) -> None:
+    ours, strangers = TicketKeys.drawn(), TicketKeys.drawn()
+    request = worker_pb2.DrainRequest(deadline_ms=100, incarnation="w1")
+    if said_by == "us to an earlier life":
+        request.incarnation = "w0"
+    if said_by != "nobody":
+        (strangers if said_by == "a stranger" else ours).sign_drain(request)
+    async with serve(keys=ours) as worker, open_channel(worker.address) as channel:
+        router = FakeRouter(channel, "r1")
+        call = router.stub.Drain(request, timeout=60)
+        if said_by == "us":
+            assert (await call).num_left == 0
+        else:
+            assert isinstance(await error_of(call), errors.AuthenticationError)
+        assert worker.servicer.draining == (said_by == "us")
+
+
+async def test_a_signed_drain_that_was_changed_is_refused() -> None:
+    keys = TicketKeys.drawn()
+    request = worker_pb2.DrainRequest(deadline_ms=60_000, incarnation="w1")
+    keys.sign_drain(request)
+    request.deadline_ms = 1
+    assert not keys.verify_drain(request)
+
+
 async def _drain(router: FakeRouter, deadline_ms: int) -> int:
     request = worker_pb2.DrainRequest(deadline_ms=deadline_ms)
     answer = await router.stub.Drain(request, timeout=60)

@@ -36,6 +36,7 @@ Signed = TypeVar(
     worker_pb2.Hello,
     worker_pb2.HandoffChallenge,
     worker_pb2.HandoffHello,
+    worker_pb2.DrainRequest,
 )
 
 
@@ -83,6 +84,15 @@ def _bytes_of_hello(hello: worker_pb2.HandoffHello) -> bytes:
         hello.key_id.encode(),
     )
     return b"diptych-hello-2" + _prefixed(parts)
+
+
+def _bytes_of_drain(request: worker_pb2.DrainRequest) -> bytes:
+    parts = (
+        request.deadline_ms.to_bytes(8, "little"),
+        request.incarnation.encode(),
+        request.key_id.encode(),
+    )
+    return b"diptych-drain-1" + _prefixed(parts)
 
 
 def _answering(challenge: worker_pb2.HandoffChallenge) -> bytes:
@@ -135,6 +145,14 @@ class TicketKeys:
     def verify_router(self, hello: worker_pb2.Hello) -> bool:
         """Whether one of our routers said it."""
         return self._verify(hello, _bytes_of_router)
+
+    def sign_drain(self, request: worker_pb2.DrainRequest) -> None:
+        """Set key id and signature of a request that a worker drain."""
+        self._sign(request, _bytes_of_drain)
+
+    def verify_drain(self, request: worker_pb2.DrainRequest) -> bool:
+        """Whether one who holds the keys asks for it."""
+        return self._verify(request, _bytes_of_drain)
 
     def sign_challenge(
         self, challenge: worker_pb2.HandoffChallenge, theirs: worker_pb2.HandoffChallenge

@@ -161,6 +161,13 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
     async def Drain(
         self, request: worker_pb2.DrainRequest, context: Any
     ) -> worker_pb2.DrainResponse:
+        """Where there are ticket keys, only for who holds them, and only in this life: a request
+        that is heard and said again does nothing that was not wanted already."""
+        ours = self._identity.incarnation
+        if self._keys is not None and not (
+            request.incarnation == ours and self._keys.verify_drain(request)
+        ):
+            raise AuthenticationError("the drain's signature does not hold")
         return worker_pb2.DrainResponse(num_left=await self.drain(request.deadline_ms / 1000))
 
     # -- what the process around it uses ----------------------------------------------------------
