@@ -17,6 +17,8 @@ from diptych.tasks import end_task
 logger = logging.getLogger(__name__)
 
 _RETRY_S = 1.0
+# A link has a channel and two tasks, whether somebody is there or not.
+_MAX_LINKS = 1024
 
 
 class Members:
@@ -36,6 +38,7 @@ class Members:
         self._closing: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Event()
         self._said_lengths: dict[str, int] = {}
+        self._full = False
 
     @property
     def links(self) -> list[WorkerLink]:
@@ -80,11 +83,22 @@ class Members:
         """Open links to new addresses; those that are not named any more close once their worker
         is gone, so that what runs there ends in peace."""
         self._wanted = set(addresses)
-        for address in self._wanted - self._links.keys():
+        self._sweep()
+        for address in self._new_addresses():
             link = self._make_link(address, self._on_change)
             self._links[address] = await link.__aenter__()
             logger.info("worker at %s joined", address)
-        self._sweep()
+
+    def _new_addresses(self) -> list[str]:
+        """As many of those without a link as there is room for."""
+        new = sorted(self._wanted - self._links.keys())
+        room = max(0, _MAX_LINKS - len(self._links))
+        if len(new) > room and not self._full:
+            logger.warning(
+                "%d workers are announced; the first %d get requests", len(self._wanted), _MAX_LINKS
+            )
+        self._full = len(new) > room
+        return new[:room]
 
     async def wait_change(self, timeout_s: float) -> None:
         """Return when a worker has become usable or stopped being so, or after the time."""

@@ -32,6 +32,7 @@ from diptych.rpc import PROTOCOL_VERSION, error_from_rpc, open_channel
 from diptych.services.router.frames import read_frame
 from diptych.services.router.routable import Role
 from diptych.services.router.route import Entry
+from diptych.services.router.worker_calls import brief, check_info, finish
 
 logger = logging.getLogger(__name__)
 
@@ -238,7 +239,7 @@ class WorkerLink:
         try:
             if not was_streaming:
                 raise UnavailableError(f"worker {self.address} has no stream")
-            response = await _finish(self._stub.Submit(request, timeout=self._times.submit_s))
+            response = await finish(self._stub.Submit(request, timeout=self._times.submit_s))
             self.load = response.load
             accepted = True
         except grpc.aio.AioRpcError as error:
@@ -312,7 +313,7 @@ class WorkerLink:
         if isinstance(error, grpc.aio.AioRpcError):
             self._note_refusal(error)
         if isinstance(error, grpc.aio.AioRpcError | DiptychError | asyncio.InvalidStateError):
-            logger.debug("stream of %s: %s", self.address, _brief(error))
+            logger.debug("stream of %s: %s", self.address, brief(error))
         elif error is not None:
             logger.error("stream of %s", self.address, exc_info=error)
         return was_open
@@ -456,7 +457,8 @@ class WorkerLink:
 
     async def _poll(self) -> None:
         call = self._stub.GetInfo(worker_pb2.GetInfoRequest(), timeout=self._times.call_s)
-        info = await _finish(call)
+        info = await finish(call)
+        self._check(info)
         self._heard_at = self._clock.monotonic()
         if info.incarnation != self.info.incarnation:
             self._lose_all(f"worker {self.address} restarted")
@@ -475,6 +477,16 @@ class WorkerLink:
         if changed:
             self._on_change()
 
+    def _check(self, info: worker_pb2.WorkerInfo) -> None:
+        """Say once of a worker that it cannot be one; it is asked again like any that is away."""
+        try:
+            check_info(info)
+        except EngineError as error:
+            if not self._refused:
+                self._refused = True
+                logger.warning("worker %s gets no requests: %s", self.address, error.message)
+            raise
+
     def _set_streaming(self, streaming: bool) -> None:
         if streaming != self._streaming:
             self._streaming = streaming
@@ -489,27 +501,3 @@ class WorkerLink:
             # should the worker live on, it must not compute for nobody
             self._cancels[request_id] = request.epoch
             request.listener.on_lost(key, reason)
-
-
-async def _finish(call: Any) -> Any:
-    """The response of a unary call. grpc.aio loses a cancellation that comes with the response, and
-    says of a channel that was closed meanwhile what would end the caller.
-
-    Raises:
-        UnavailableError: the channel was closed.
-    """
-    task = asyncio.current_task()
-    cancels = task.cancelling() if task else 0
-    try:
-        return await call
-    except asyncio.CancelledError:
-        if task and task.cancelling() > cancels:
-            raise
-        raise UnavailableError("the connection to the worker was closed") from None
-    finally:
-        if task and task.cancelling() > cancels:
-            raise asyncio.CancelledError
-
-
-def _brief(error: BaseException) -> str:
-    return error.details() if isinstance(error, grpc.aio.AioRpcError) else str(error)

@@ -15,6 +15,7 @@ from diptych.clock import SystemClock
 from diptych.config import RedisConfig
 from diptych.embedded_redis import EmbeddedRedis
 from diptych.registry import Heartbeat, Registry, WorkerRecord
+from diptych.services.router import membership
 from diptych.services.router.membership import Members, registry_membership
 from diptych.services.router.routable import Role
 from diptych.services.router.worker_link import WorkerLink
@@ -138,6 +139,45 @@ async def test_a_worker_that_left_is_not_connected_to_for_long() -> None:
         until_s = time.monotonic() + 60
         while await asyncio.to_thread(came, other):
             assert time.monotonic() < until_s
+
+
+@pytest.mark.parametrize("name", ["p1\nWARNING all is lost", "p" * 257])
+async def test_a_worker_whose_name_is_none_gets_no_requests(
+    name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What it says of itself would stand in logs and labels, and be told to other workers."""
+    members = make_members()
+    async with FakeWorker(name, PREFILL, []) as strange, FakeWorker("d1", DECODE, []) as worker:
+        await members.set_addresses([strange.address, worker.address])
+        await until(lambda: members.count() == {Role.DECODE: 1} and strange.num_asked > 2)
+        assert members.count() == {Role.DECODE: 1}
+        await members.close()
+    said = [line for line in caplog.messages if strange.address in line and "gets no" in line]
+    assert said == [f"worker {strange.address} gets no requests: its worker_id is no name"]
+    assert not any(name in line for line in caplog.messages)
+
+
+async def test_addresses_by_the_thousand_cost_a_bounded_number_of_links(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(membership, "_MAX_LINKS", 3)
+    members = make_members()
+    bogus = [f"127.0.0.1:{port}" for port in range(1, 9)]
+    async with FakeWorker("p1", PREFILL, []) as worker:
+        await members.set_addresses([worker.address])
+        await until(lambda: members.count() == {Role.PREFILL: 1})
+        for _ in range(2):
+            await members.set_addresses([*bogus, worker.address])
+        assert len(members.links) == 3
+        assert members.count() == {Role.PREFILL: 1}
+        assert [line for line in caplog.messages if "announced" in line] == [
+            "9 workers are announced; the first 3 get requests"
+        ]
+        # what goes makes room
+        async with FakeWorker("d1", DECODE, []) as late:
+            await members.set_addresses([worker.address, late.address])
+            await until(lambda: members.count() == {Role.PREFILL: 1, Role.DECODE: 1})
+        await members.close()
 
 
 def came(listening: socket.socket) -> bool:
