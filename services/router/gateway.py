@@ -33,7 +33,7 @@ from diptych.text.output_processor import RequestState
 logger = logging.getLogger(__name__)
 
 RETRY_AFTER_S = 1
-BODY_TIMEOUT_S = 60.0
+BODY_TIMEOUT_S, BODY_STALL_S = 60.0, 20.0
 WRITE_TIMEOUT_S = 60.0
 _REQUEST_ID = web.RequestKey("request_id", str)
 _TENANT = web.RequestKey("tenant", str)
@@ -171,11 +171,23 @@ class Gateway:
             raise RequestTooLargeError("the body is too large")
         try:
             async with asyncio.timeout(BODY_TIMEOUT_S):
-                return await request.read()
+                return await self._whole(request)
         except TimeoutError:
-            raise RequestTimeoutError(f"no whole body came in {BODY_TIMEOUT_S:g} s") from None
+            limits = f"{BODY_TIMEOUT_S:g} s, or nothing of it in {BODY_STALL_S:g} s"
+            raise RequestTimeoutError(f"no whole body came in {limits}") from None
         except web.RequestPayloadError:
             raise InvalidRequestError("the body is not encoded as its headers say") from None
+
+    async def _whole(self, request: web.Request) -> bytes:
+        body = bytearray()
+        while True:
+            async with asyncio.timeout(BODY_STALL_S):
+                part = await request.content.readany()
+            if not part:
+                return bytes(body)
+            body += part
+            if len(body) > self._max_body_bytes:
+                raise RequestTooLargeError("the body is too large")
 
     def _answering(self, request: web.Request, api: ApiRequest, prefix: str) -> Answering:
         return Answering(

@@ -203,7 +203,10 @@ class _Routing:
             TicketIssuer(keys, incarnation),
             clock,
             metrics,
-            dispatch_times or DispatchTimes(first_token_s=router.first_token_timeout_s),
+            dispatch_times
+            or DispatchTimes(
+                first_token_s=router.first_token_timeout_s, handoff_s=router.handoff_timeout_s
+            ),
             _WAYS[router.handoff],
             paces,
         )

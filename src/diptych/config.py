@@ -273,6 +273,10 @@ class RouterConfig:
     max_in_flight: int = _flag(2048, "requests beyond which new ones get 429")
     request_timeout_s: float = _flag(600.0, "deadline of a request")
     first_token_timeout_s: float = _flag(120.0, "seconds to token 1 before another worker is tried")
+    handoff_timeout_s: float = _flag(
+        30.0,
+        "seconds from token 1 until the prompt's KV is on its way, before another way is tried",
+    )
     drain_s: float = _flag(30.0, "seconds that SIGTERM waits for requests under way")
     ticket_keys: str | None = _flag(None, "file with ticket signing keys; drawn if absent")
     api_keys: str | None = _flag(
@@ -283,7 +287,7 @@ class RouterConfig:
         check_ports(self, "port", "grpc_port", "admin_port")
         check_one_of("handoff", self.handoff, HANDOFFS)
         check_positive(self, "max_body_bytes", "max_in_flight", "request_timeout_s")
-        check_positive(self, "first_token_timeout_s")
+        check_positive(self, "first_token_timeout_s", "handoff_timeout_s")
         check_not_negative(self, "drain_s")
         for address in self.workers:
             check_address("workers", address)

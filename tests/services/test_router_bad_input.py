@@ -242,15 +242,17 @@ async def test_a_request_id_that_cannot_be_echoed_is_refused(router: Running) ->
     ],
     ids=["not gzip", "a bomb", "too long by its word", "never whole"],
 )
+@pytest.mark.parametrize("limit", ["BODY_TIMEOUT_S", "BODY_STALL_S"])
 async def test_a_body_that_cannot_be_read_is_refused(
     router: Running,
     monkeypatch: pytest.MonkeyPatch,
+    limit: str,
     headers: dict[str, str],
     body: bytes,
     status: int,
     expected: str,
 ) -> None:
-    monkeypatch.setattr(gateway, "BODY_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(gateway, limit, 0.2)
     host, port = router.url.removeprefix("http://").split(":")
     lines = {"Host": host, "Content-Length": str(len(body)), **headers}
     head = "".join(f"{name}: {value}\r\n" for name, value in lines.items())
