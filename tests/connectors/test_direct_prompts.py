@@ -123,6 +123,7 @@ class World:
         *,
         verify: bool = True,
         stores: tuple[bool, bool] = (False, False),
+        is_offered: bool = True,
     ) -> None:
         """`stores`: whether prefill and decode have a store beside."""
         self.now = 0.0
@@ -163,8 +164,13 @@ class World:
         self.state_p, self.state_d = "running", "waiting"
         self.received = self.left_to_store = False
         self.broken = False
+        if is_offered:
+            self.offer()
+
+    def offer(self) -> None:
+        """Decode's engine hears of the request."""
         self.decode.offer(
-            TakenPrompt(request_id="r", epoch=1, peer=PEER, num_tokens=num_tokens, ttl_s=30)
+            TakenPrompt(request_id="r", epoch=1, peer=PEER, num_tokens=self.num_tokens, ttl_s=30)
         )
 
     def _send(self, peer: str, message: HandoffMessage) -> None:
@@ -417,6 +423,41 @@ def test_without_bad_luck_the_kv_arrives(num_tokens: int, chunk: int) -> None:
     assert world.prefill.num_valid == 1
     world.quiet()
     world.check_end()
+
+
+@pytest.mark.parametrize("chunk", [4, 40])
+def test_what_prefill_says_before_decode_knows_the_request_is_not_lost(chunk: int) -> None:
+    """Nothing has to be said again, and nothing is without a rule."""
+    world = World(40, 0, is_offered=False)
+    while world.state_p == "running":
+        world.run("step", chunk - 1)
+        while world.network:
+            world.run("deliver", 0)
+    world.offer()
+    world.settle()
+    while not world.received:
+        assert world.network or world.reads.open, "somebody waits for a repetition"
+        while world.reads.open:
+            world.run("read", 0)
+        while world.network:
+            world.run("deliver", 0)
+    assert not world.decode.ignored
+    assert not world.prefill.ignored
+    world.quiet()
+    world.check_end()
+
+
+def test_what_is_said_of_a_request_that_never_comes_is_forgotten() -> None:
+    world = World(40, 0, is_offered=False)
+    world.run("step", 3)
+    while world.network:
+        world.run("deliver", 0)
+    world.now += 6.0
+    world.decode.tick()
+    assert world.decode.ignored.total() == 1
+    world.offer()
+    world.settle()
+    assert not world.d_reports.is_announced("r")
 
 
 def test_both_sides_count_what_was_read_and_not_what_decode_had() -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from diptych.connectors.direct_times import HandoffTimes
+from diptych.connectors.base import StepStage
+from diptych.connectors.direct_times import FirstSteps, HandoffTimes
 
 
 def test_each_stage_is_told_by_its_median_and_its_slowest_hundredth() -> None:
@@ -22,3 +23,32 @@ def test_only_the_last_are_kept() -> None:
     for _ in range(4096):
         times.add("read", 0.002)
     assert times.summary() == "read 2.00 (p99 2.00) ms"
+
+
+def test_a_request_is_followed_until_its_first_token_here_is_sent() -> None:
+    times, clock = HandoffTimes(), [0.0]
+    steps = FirstSteps(lambda: clock[0], times)
+
+    def note(stage: StepStage, *request_ids: str) -> None:
+        clock[0] += 1e-3
+        steps.note(stage, request_ids)
+
+    steps.begin(["r", "ended"])
+    steps.forget("ended")
+    note(StepStage.KNOWN, "r")  # of a step that it was not in
+    note(StepStage.LAUNCHED, "r", "s")
+    note(StepStage.SENT)
+    note(StepStage.LAUNCHED, "r")
+    note(StepStage.KNOWN, "r")
+    steps.forget("r")  # that was its last token: it is sent all the same
+    note(StepStage.SENT)
+    assert times.summary() == ", ".join(
+        f"{stage} {ms}.00 (p99 {ms}.00) ms"
+        for stage, ms in (
+            ("taken in to launched", 2),
+            ("launched to token 2", 3),
+            ("token 2 to sent", 1),
+        )
+    )
+    note(StepStage.LAUNCHED, "r", "ended")
+    assert times.summary().count("ms") == 3

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -145,12 +147,16 @@ class OverlapDriver(Driver):
         *,
         block_size: int = 16,
         connector: FakeConnector | None = None,
+        monotonic: Callable[[], float] = time.monotonic,
         **config: Any,
     ) -> None:
         super().__init__(num_blocks, block_size=block_size, connector=connector, **config)
         self.device = LateDevice(self.executor, self.transfers or self.executor)
         self.core = EngineCore(
-            EngineConfig(async_scheduling=True, **PRESSED | config), self.device, connector
+            EngineConfig(async_scheduling=True, **PRESSED | config),
+            self.device,
+            connector,
+            monotonic,
         )
         self.scheduler = self.core._scheduler
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from diptych.connectors.base import (
+    HandedOver,
     KVConnectorMetadata,
     KVConnectorOutput,
     KVConnectorScheduler,
@@ -54,9 +55,25 @@ class FakeConnector(KVConnectorScheduler):
     read_by_peers: set[str] = field(default_factory=set)
     expects: bool = False
     on_await: Callable[[], None] = lambda: None
+    arrived: KVConnectorOutput | None = None
+    # until when, on the clock of the core, KV is worth to wait for
+    ready_s: float = 0.0
+    awaited: list[tuple[float, bool]] = field(default_factory=list)
+    num_flushes: int = 0
 
-    def await_expected(self) -> None:
+    def await_arrival(self, until_s: float, *, first: bool) -> None:
+        self.awaited.append((until_s, first))
         self.on_await()
+
+    def hold_until_s(self, limit_s: float) -> float:
+        return self.ready_s if self.ready_s <= limit_s and self.arrived is None else 0.0
+
+    def take_arrived(self) -> KVConnectorOutput | None:
+        arrived, self.arrived = self.arrived, None
+        return arrived
+
+    def flush(self) -> None:
+        self.num_flushes += 1
 
     @property
     def is_expecting(self) -> bool:
@@ -135,6 +152,14 @@ class FakeTransfers:
         self.report.finished_recving.add(request_id)
         if num_valid_tokens is not None:
             self.report.failed_recving[request_id] = num_valid_tokens
+
+    def arrive(self, request_id: str, token_id: int) -> None:
+        """A peer's KV is here, with the token after the prompt."""
+        self.finish_load(request_id)
+        self.report.finished_recving.discard(request_id)
+        arrived = KVConnectorOutput(finished_recving={request_id})
+        arrived.handed_over[request_id] = HandedOver(token_id, 0)
+        self.connector.arrived = arrived
 
     def finish_save(self, request_id: str, commit: KVCommit | None) -> None:
         self.connector.sending.discard(request_id)

@@ -10,7 +10,9 @@ Addressing is by token position everywhere; block ids are only this engine's way
 
 from __future__ import annotations
 
+import enum
 from abc import ABC, abstractmethod
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
@@ -103,6 +105,14 @@ class KVLayout:
         return self.num_kv_heads * self.num_layers * 2 * self.head_dim * item
 
 
+class StepStage(enum.Enum):
+    """What has become of a step: the device has it, its tokens are known, they were sent."""
+
+    LAUNCHED = enum.auto()
+    KNOWN = enum.auto()
+    SENT = enum.auto()
+
+
 class KVConnectorMetadata:
     """What the scheduler half tells the worker half for one step; each connector has its own."""
 
@@ -174,6 +184,17 @@ class KVConnectorOutput:
         self.finished_sending, self.commits = set(), {}
         return sent
 
+    def split_arrived(self) -> KVConnectorOutput | None:
+        """Take out the loads that peers' KV has come for: all of it, and valid."""
+        if not self.handed_over:
+            return None
+        arrived = KVConnectorOutput(
+            finished_recving=set(self.handed_over), handed_over=self.handed_over
+        )
+        self.finished_recving -= arrived.finished_recving
+        self.handed_over = {}
+        return arrived
+
     @property
     def empty(self) -> bool:
         return not (
@@ -188,7 +209,8 @@ class KVConnectorOutput:
 
 
 class KVConnectorScheduler(ABC):
-    """The scheduler half. No method but `await_expected` blocks or does I/O longer than a local
+    """The scheduler half. No method but `await_arrival` and
+    `flush` blocks or does I/O longer than a local
     look-up."""
 
     def request_added(self, request: RequestView) -> None:
@@ -262,9 +284,28 @@ class KVConnectorScheduler(ABC):
         those in flight would go without it."""
         return False
 
-    def await_expected(self) -> None:
-        """The device has no step: wait for KV that comes sooner than a step would end, so that the
-        next one has it. Milliseconds at most, and not again for the same KV."""
+    def await_arrival(self, until_s: float, *, first: bool) -> None:
+        """Wait for KV that is about to arrive, for the first or for all of it, until `until_s` on
+        the monotonic clock: the next step, which is to have it, is not planned before."""
+        return
+
+    def hold_until_s(self, limit_s: float) -> float:
+        """Until when the device may be left without a step for KV that is to be here by `limit_s`,
+        both on the monotonic clock; 0: there is none."""
+        return 0.0
+
+    def take_arrived(self) -> KVConnectorOutput | None:
+        """KV that has arrived from peers and is valid, and nothing else; None: none. A step that is
+        planned now may have it, whatever else is in flight."""
+        return None
+
+    def note_step(self, stage: StepStage, request_ids: Collection[str]) -> None:
+        """A step that these are in has come so far; at SENT it is those that were KNOWN."""
+        return
+
+    def flush(self) -> None:
+        """A prompt was handed over: let that be told before the next is launched, if it takes a
+        fraction of a millisecond."""
         return
 
     @property

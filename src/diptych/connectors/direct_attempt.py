@@ -42,7 +42,8 @@ class ReadRange:
 
 @dataclass(slots=True, eq=False)
 class Taken:
-    """One hand-off on decode's side; `local_tokens` are in its own blocks already."""
+    """One hand-off on decode's side; `local_tokens` are in its own blocks already, and `num_unread`
+    were neither there nor read at COMMIT."""
 
     prompt: TakenPrompt
     machine: Decode = field(default_factory=Decode)
@@ -52,6 +53,7 @@ class Taken:
     stored: HandoffMessage | None = None
     block_ids: list[int] = field(default_factory=list)
     local_tokens: int = 0
+    num_unread: int = 0
     num_reads: int = 0
     offered_s: float = 0.0
     announced_s: float = 0.0
@@ -75,6 +77,12 @@ class Taken:
     def num_to_read(self) -> int:
         """Prompt tokens whose KV does not lie here already."""
         return max(0, self.prompt.num_tokens - self.local_tokens)
+
+    @property
+    def num_on_the_way(self) -> int:
+        """Tokens that are announced and not here."""
+        waited_for = [part for part in self.ranges if not part.here]
+        return sum(max(0, part.end - max(part.start, self.local_tokens)) for part in waited_for)
 
     @property
     def known_tokens(self) -> int:

@@ -52,10 +52,11 @@ from diptych.log_limit import LogLimit
 _log = logging.getLogger(__name__)
 
 _JOIN_S = 10.0
+_FLUSH_S = 1e-3
 
 
 class DirectDriver:
-    """Methods may be called from any thread and never wait (`close` does)."""
+    """Methods may be called from any thread and never wait (`close` and `flush` do)."""
 
     def __init__(
         self,
@@ -177,6 +178,12 @@ class DirectDriver:
 
         self._command(done)
 
+    def flush(self) -> None:
+        """Leave the interpreter to the thread until it has done what it was told; not for long."""
+        done = threading.Event()
+        self._command(done.set)
+        done.wait(_FLUSH_S)
+
     def preempted(self, request_id: str) -> None:
         self._command(lambda: self._given.preempted(request_id))
 
@@ -213,8 +220,11 @@ class DirectDriver:
             taken.num_stored,
             taken.failures.total(),
             taken.num_corrupt,
-            given.num_ignored + taken.num_ignored,
+            given.ignored.total() + taken.ignored.total(),
         )
+        if ignored := given.ignored + taken.ignored:
+            kinds = (f"{kind}: {count}" for kind, count in ignored.most_common())
+            _log.info("events without a rule: %s", ", ".join(kinds))
         if times := self._given_times.summary():
             _log.info("given hand-offs, medians: %s", times)
         if times := taken.times.summary():
@@ -276,7 +286,7 @@ class DirectDriver:
             num_taken_from_store=taken.num_stored,
             num_tokens_received=taken.num_tokens,
             num_corrupt=taken.num_corrupt,
-            num_ignored_events=given.num_ignored + taken.num_ignored,
+            num_ignored_events=given.ignored.total() + taken.ignored.total(),
             failures=dict(taken.failures),
         )
         if now != self._figures and self._port is not None:

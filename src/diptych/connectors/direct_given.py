@@ -8,6 +8,7 @@ blocks that were given away.
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -105,7 +106,8 @@ class GivenPrompts:
         self.num_gone = 0
         self.num_tokens = 0
         self.num_stored = 0
-        self.num_ignored = 0
+        # events without a rule, by what they were
+        self.ignored: Counter[str] = Counter()
 
     # --- from the scheduler
 
@@ -246,10 +248,12 @@ class GivenPrompts:
         entry.num_tokens = num_tokens
 
     def _step(self, entry: _Given, event: Event, message: Message | None = None) -> None:
-        outcome = step_prefill(RULES, entry.shape, entry.machine, event, message)
+        before = entry.machine
+        outcome = step_prefill(RULES, entry.shape, before, event, message)
         assert isinstance(outcome.machine, Prefill)
         entry.machine = outcome.machine
-        self.num_ignored += outcome.counted
+        if outcome.counted:
+            self.ignored[f"{event} in {before.state}"] += outcome.counted
         for out in outcome.messages:
             if out.target == DECODE:
                 self._tell(entry, out)
@@ -321,7 +325,7 @@ class GivenPrompts:
                 return
 
     def _answer_unknown(self, peer: str, message: HandoffMessage) -> None:
-        self.num_ignored += 1
+        self.ignored[f"{message.kind} of an unknown request"] += 1
         if message.kind in (Event.READ_DONE, Event.RENEW):
             gone = HandoffMessage(
                 kind=Event.GONE, request_id=message.request_id, epoch=message.epoch

@@ -8,16 +8,17 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from diptych.connectors.base import HandedOver, KVConnectorOutput
-from diptych.connectors.direct_times import HandoffTimes
+from diptych.connectors.direct_times import FirstSteps, HandoffTimes
 from diptych.engine.request import KVCommit
 
 
 class Arrival(NamedTuple):
-    """When a request's KV may be there, on the monotonic clock: in [start_s, end_s) no step is
-    planned ahead, and until `hold_s` none begins without it."""
+    """When a request's KV may be there, on the monotonic clock: in [start_s, end_s); after COMMIT
+    also at `ready_s`, going by others, and it is worth a wait until `hold_s`."""
 
     start_s: float
     end_s: float
+    ready_s: float = 0.0
     hold_s: float = 0.0
 
 
@@ -33,6 +34,8 @@ class DirectReports:
         self._arrivals: dict[str, Arrival] = {}
         self._received_s: list[float] = []
         self.times = HandoffTimes()
+        # of the thread that steps
+        self.first_steps = FirstSteps(monotonic, self.times)
 
     def announced(self, request_id: str) -> None:
         """Its KV is being computed: blocks may be reserved."""
@@ -61,21 +64,33 @@ class DirectReports:
     def is_expecting(self) -> bool:
         """Whether something is to be received or failed soon."""
         with self._lock:
-            if not self._arrivals:
-                return False
-            now = self._monotonic()
-            return any(a.start_s <= now < a.end_s for a in self._arrivals.values())
+            return self._is_expecting()
 
-    def await_expected(self) -> None:
-        """Return once something is reported, or nothing is to be waited for any more."""
+    def _is_expecting(self) -> bool:
+        if not self._arrivals:
+            return False
+        now = self._monotonic()
+        return any(a.start_s <= now < a.end_s for a in self._arrivals.values())
+
+    def await_arrival(self, until_s: float, *, first: bool) -> None:
+        """Return once no KV is expected any more, or, to wait for the `first`, once some is there,
+        or when it is too late."""
         with self._lock:
-            while self._output.empty and (left_s := self._left_s()) > 0:
+            while self._is_expecting() and not (first and self._output.handed_over):
+                if (left_s := until_s - self._monotonic()) <= 0:
+                    return
                 self._news.wait(left_s)
 
-    def _left_s(self) -> float:
-        """Under the lock."""
-        holds = [arrival.hold_s for arrival in self._arrivals.values()]
-        return max(holds, default=0.0) - self._monotonic()
+    def hold_until_s(self, limit_s: float) -> float:
+        """Until when it is worth to wait for KV that is to be there by `limit_s`; 0: for none, or
+        some is there already and must not wait."""
+        with self._lock:
+            if self._output.handed_over:
+                return 0.0
+            now = self._monotonic()
+            expected = [a for a in self._arrivals.values() if a.start_s <= now < a.end_s]
+            holds = [a.hold_s for a in expected if 0 < a.ready_s <= limit_s and now < a.hold_s]
+            return max(holds, default=0.0)
 
     def received(self, request_id: str, handed_over: HandedOver) -> None:
         """All its KV is here, and valid."""
@@ -125,11 +140,22 @@ class DirectReports:
         with self._lock:
             return self._output.split_sent()
 
+    def take_arrived(self) -> KVConnectorOutput | None:
+        """Requests whose KV is here and valid, and nothing else."""
+        with self._lock:
+            arrived = self._output.split_arrived()
+            if arrived is not None:
+                self._note_taken()
+        return arrived
+
     def take(self) -> KVConnectorOutput:
         """All since the last call."""
         with self._lock:
             output, self._output = self._output, KVConnectorOutput()
-            for received_s in self._received_s:
-                self.times.add("valid to taken in", self._monotonic() - received_s)
-            self._received_s.clear()
+            self._note_taken()
         return output
+
+    def _note_taken(self) -> None:
+        for received_s in self._received_s:
+            self.times.add("valid to taken in", self._monotonic() - received_s)
+        self._received_s.clear()

@@ -5,6 +5,7 @@ Requests without a peer are another connector's, where there is one beside it.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from diptych.connectors.base import (
@@ -12,6 +13,7 @@ from diptych.connectors.base import (
     KVConnectorOutput,
     KVConnectorScheduler,
     RequestView,
+    StepStage,
 )
 from diptych.connectors.direct_attempt import TakenPrompt
 from diptych.connectors.direct_driver import DirectDriver
@@ -60,13 +62,28 @@ class DirectScheduler(KVConnectorScheduler):
         self._taken: set[str] = set()
         self._received: set[str] = set()
         self._held: set[str] = set()
+        self._has_told = False
 
     @property
     def is_expecting(self) -> bool:
         return self._driver.reports.is_expecting
 
-    def await_expected(self) -> None:
-        self._driver.reports.await_expected()
+    def await_arrival(self, until_s: float, *, first: bool) -> None:
+        self._driver.reports.await_arrival(until_s, first=first)
+
+    def hold_until_s(self, limit_s: float) -> float:
+        return self._driver.reports.hold_until_s(limit_s)
+
+    def take_arrived(self) -> KVConnectorOutput | None:
+        return self._driver.reports.take_arrived()
+
+    def note_step(self, stage: StepStage, request_ids: Collection[str]) -> None:
+        self._driver.reports.first_steps.note(stage, request_ids)
+
+    def flush(self) -> None:
+        if self._has_told:
+            self._has_told = False
+            self._driver.flush()
 
     @property
     def handoff_cards(self) -> bytes:
@@ -160,6 +177,7 @@ class DirectScheduler(KVConnectorScheduler):
         if self._other is not None:
             sends = self._other.request_finished(self._for_other(request), block_ids)
         self._received.discard(request_id)
+        self._driver.reports.first_steps.forget(request_id)
         if request_id not in self._given:
             return sends
         self._given.discard(request_id)
@@ -170,6 +188,7 @@ class DirectScheduler(KVConnectorScheduler):
             return False
         tokens = request.all_token_ids
         self._held.add(request_id)
+        self._has_told = True
         self._driver.done(
             request_id, len(tokens) - 1, block_ids, tokens[-1], request.num_cached_tokens
         )
@@ -181,6 +200,7 @@ class DirectScheduler(KVConnectorScheduler):
         received = self._taken & output.handed_over.keys()
         self._taken -= received
         self._received |= received
+        self._driver.reports.first_steps.begin(received)
         if self._other is not None:
             self._other.update_connector_output(output)
 

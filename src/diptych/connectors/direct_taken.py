@@ -15,6 +15,7 @@ from typing import Protocol
 from diptych.connectors.base import HandedOver
 from diptych.connectors.direct_attempt import ReadRange, Taken, TakenPrompt
 from diptych.connectors.direct_deadlines import PULLING, TakenDeadlines
+from diptych.connectors.direct_early import EarlyAnnouncements
 from diptych.connectors.direct_messages import HandoffMessage
 from diptych.connectors.direct_reports import Arrival, DirectReports
 from diptych.connectors.direct_settings import DirectSettings
@@ -34,8 +35,12 @@ _WAITING = (State.IDLE, State.OFFERED, State.DEFERRED)
 _LOST = (State.ASKING, State.REFUSED)
 # KV is here within a fraction of this after COMMIT; where it is slower, steps go on as ever
 _ARRIVAL_S = 20e-3
-# and within this over NVLink: waiting for it costs others less than one more step costs who waits
-_HOLD_S = 3e-3
+# and within this over NVLink, until it is known how long it takes
+_FIRST_ARRIVAL_S = 2.5e-3
+# how much later than expected it is still awaited
+_SLACK_S = 0.7e-3
+# how long an announcement waits for its request
+_EARLY_KEPT_S = 5.0
 # an expected COMMIT is awaited from and until these shares of its time, and so much before or after
 _EARLY, _LATE, _MARGIN_S = 0.8, 1.5, 5e-3
 
@@ -89,14 +94,19 @@ class TakenPrompts:
         self._checksums = checksums
         self._stores = stores
         self._taken: dict[str, Taken] = {}
+        self._early = EarlyAnnouncements(monotonic, _EARLY_KEPT_S)
         self.times = HandoffTimes()
+        # until COMMIT, then until all is read, then until the verdict
         self._pace = Pace()
+        self._read_pace = Pace()
+        self._verdict_pace = Pace()
         self.num_received = 0
         self.failures: Counter[str] = Counter()
         self.num_tokens = 0
         self.num_stored = 0
         self.num_corrupt = 0
-        self.num_ignored = 0
+        # events without a rule, by what they were
+        self.ignored: Counter[str] = Counter()
 
     def __len__(self) -> int:
         return len(self._taken)
@@ -114,6 +124,8 @@ class TakenPrompts:
         entry = self._taken[prompt.request_id] = Taken(prompt, offered_s=self._monotonic())
         offer = Message(Event.OFFER, DECODE, prompt.epoch, prompt.num_given)
         self._step(entry, Event.OFFER, offer)
+        if (early := self._early.take(prompt.peer, prompt.request_id)) is not None:
+            self.take(prompt.peer, early)
 
     def reserved(self, request_id: str, local_tokens: int, block_ids: Sequence[int]) -> None:
         """The request has all its blocks; nothing reads or writes those past `local_tokens`."""
@@ -135,10 +147,14 @@ class TakenPrompts:
     # --- from the peer
 
     def take(self, peer: str, message: HandoffMessage) -> None:
-        """An announcement, STORED, REVOKE or a verdict; those of unknown requests are ignored."""
+        """An announcement, STORED, REVOKE or a verdict. Of requests that are not known yet the last
+        announcement is kept, of others that are unknown nothing."""
         entry = self._taken.get(message.request_id)
+        if entry is None and message.kind in ANNOUNCEMENTS:
+            self._early.keep(peer, message)
+            return
         if entry is None or entry.prompt.peer != peer:
-            self.num_ignored += 1
+            self.ignored[f"{message.kind} of an unknown request"] += 1
             return
         if message.kind is Event.GONE and message.ended:
             return  # no failure: the router lets go of it here as well, or its deadline does
@@ -160,6 +176,7 @@ class TakenPrompts:
 
     def peer_gone(self, peer: str, why: str) -> None:
         """That incarnation computes and holds nothing any more."""
+        self._early.part(peer)
         for entry in list(self._taken.values()):
             if entry.prompt.peer == peer:
                 entry.why = why
@@ -199,6 +216,8 @@ class TakenPrompts:
     def tick(self) -> None:
         """Deadlines, repetitions and renewals."""
         now = self._monotonic()
+        if num_dropped := self._early.drop():
+            self.ignored["announcement of an unknown request"] += num_dropped
         for entry in list(self._taken.values()):
             deadline = self._deadlines.of(entry)
             if deadline is not None and now >= deadline.at_s:
@@ -272,6 +291,8 @@ class TakenPrompts:
                 self._pace.note(end, entry.committed_s - entry.announced_s)
         if end > entry.known_tokens or commits:
             entry.ranges.append(ReadRange(entry.known_tokens, end))
+        if commits:
+            entry.num_unread = entry.num_on_the_way
         return True
 
     def _step(
@@ -281,14 +302,19 @@ class TakenPrompts:
         outcome = step_decode(RULES, entry.shape, before, event, message, block)
         assert isinstance(outcome.machine, Decode)
         entry.machine = outcome.machine
-        self.num_ignored += outcome.counted
+        if outcome.counted:
+            self.ignored[f"{event} in {before.state}"] += outcome.counted
         for out in outcome.messages:
             if out.target == PREFILL:
                 self._tell(entry, out)
         if entry.machine.state is State.VALIDATING and before.state is not State.VALIDATING:
             entry.validating_s = self._monotonic()
-            self.times.add("commit to all read", entry.validating_s - entry.committed_s)
+            read_s = entry.validating_s - entry.committed_s
+            self.times.add("commit to all read", read_s)
+            self._read_pace.note(entry.num_unread, read_s)
             entry.repeat_at_s = entry.validating_s + self._settings.repeat_s
+            # READ_DONE is a sign of life as well
+            entry.renew_at_s = entry.validating_s + self._deadlines.renew_s
         if entry.machine.state is State.DEFERRED and before.state is State.OFFERED:
             entry.announced_s = self._monotonic()
             self._reports.announced(entry.prompt.request_id)
@@ -303,7 +329,8 @@ class TakenPrompts:
             return None
         if entry.committed is not None:
             at_s = entry.committed_s
-            return Arrival(at_s, at_s + _ARRIVAL_S, at_s + _HOLD_S)
+            ready_s = at_s + (self._arrival_s(entry) or _FIRST_ARRIVAL_S)
+            return Arrival(at_s, at_s + _ARRIVAL_S, ready_s, ready_s + _SLACK_S)
         expected_s = self._pace.expected_s(entry.prompt.num_tokens)
         if not expected_s or not entry.announced_s:
             return None
@@ -311,6 +338,11 @@ class TakenPrompts:
             entry.announced_s + _EARLY * expected_s - _MARGIN_S,
             entry.announced_s + _LATE * expected_s + _MARGIN_S,
         )
+
+    def _arrival_s(self, entry: Taken) -> float:
+        """From COMMIT until its KV is here and valid, going by others before; 0: nobody knows."""
+        read_s = self._read_pace.expected_s(entry.num_unread)
+        return read_s + self._verdict_pace.expected_s(1) if read_s else 0.0
 
     def _tell(self, entry: Taken, out: Message) -> None:
         wire = HandoffMessage(
@@ -415,7 +447,9 @@ class TakenPrompts:
         if state is State.DECODING and entry.committed is not None:
             del self._taken[request_id]
             self.num_received += 1
-            self.times.add("all read to valid", self._monotonic() - entry.validating_s)
+            verdict_s = self._monotonic() - entry.validating_s
+            self.times.add("all read to valid", verdict_s)
+            self._verdict_pace.note(1, verdict_s)
             self.num_tokens += entry.num_to_read
             self._reports.forget(request_id)
             commit = entry.committed

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable, Collection
+from typing import NamedTuple
+
+from diptych.connectors.base import StepStage
 
 _KEPT = 4096
 _WEIGHT = 0.3
@@ -25,6 +29,58 @@ class HandoffTimes:
             median, late = (ordered[int(q * (len(ordered) - 1))] * 1e3 for q in (0.5, 0.99))
             parts.append(f"{stage} {median:.2f} (p99 {late:.2f}) ms")
         return ", ".join(parts)
+
+
+class _Stage(NamedTuple):
+    """What a request waits for since when."""
+
+    awaited: StepStage
+    since_s: float
+
+
+_NAMES = {
+    StepStage.LAUNCHED: "taken in to launched",
+    StepStage.KNOWN: "launched to token 2",
+    StepStage.SENT: "token 2 to sent",
+}
+
+
+class FirstSteps:
+    """Follows requests whose KV has come through their first step, until token 2 is sent. For the
+    thread that steps."""
+
+    def __init__(self, monotonic: Callable[[], float], times: HandoffTimes) -> None:
+        self._monotonic = monotonic
+        self._times = times
+        self._stages: dict[str, _Stage] = {}
+
+    def begin(self, request_ids: Collection[str]) -> None:
+        """These are taken in: they are in the next step, unless they have ended."""
+        now = self._monotonic()
+        for request_id in request_ids:
+            self._stages[request_id] = _Stage(StepStage.LAUNCHED, now)
+
+    def note(self, stage: StepStage, request_ids: Collection[str]) -> None:
+        """See `KVConnectorScheduler.note_step`."""
+        if not self._stages:
+            return
+        now = self._monotonic()
+        for request_id, (awaited, since_s) in list(self._stages.items()):
+            if awaited is not stage or not (request_id in request_ids or stage is StepStage.SENT):
+                continue
+            self._times.add(_NAMES[stage], now - since_s)
+            if stage is StepStage.LAUNCHED:
+                self._stages[request_id] = _Stage(StepStage.KNOWN, now)
+            elif stage is StepStage.KNOWN:
+                self._stages[request_id] = _Stage(StepStage.SENT, now)
+            else:
+                del self._stages[request_id]
+
+    def forget(self, request_id: str) -> None:
+        """It has ended. If it is in a step, what that gives is yet to be sent."""
+        stage = self._stages.get(request_id)
+        if stage is not None and stage.awaited is StepStage.LAUNCHED:
+            del self._stages[request_id]
 
 
 class Pace:

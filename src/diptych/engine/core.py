@@ -2,6 +2,8 @@
 
 With `async_scheduling` one step is planned and given to the device before the results of the one
 before it are taken: the device has its next step while the host handles the last one's results.
+Where KV is about to arrive from a peer, that step is planned as late as it can be, so that whoever
+waits for the KV is in it.
 """
 
 from __future__ import annotations
@@ -9,17 +11,19 @@ from __future__ import annotations
 import enum
 import logging
 import os
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from diptych.config import EngineConfig
-from diptych.connectors.base import KVConnectorScheduler
+from diptych.connectors.base import KVConnectorScheduler, StepStage
 from diptych.engine.request import EngineCoreOutputs, EngineCoreRequest, SchedulerStats
 from diptych.engine.scheduler import Scheduler
 from diptych.engine.step import Executor, ModelRunnerOutput, SchedulerOutput, StepHandle
+from diptych.engine.step_times import StepTimes
 from diptych.errors import EngineDeadError
 
 if TYPE_CHECKING:
@@ -83,8 +87,11 @@ class EngineCore:
         config: EngineConfig,
         executor: Executor,
         connector: KVConnectorScheduler | None = None,
+        monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         self._executor = executor
+        self._monotonic = monotonic
+        self._times = StepTimes(monotonic)
         self._connector = connector
         self._scheduler = Scheduler(config, executor.kv_layout, executor.kv_namespace, connector)
         self._is_async = bool(config.async_scheduling)
@@ -165,6 +172,11 @@ class EngineCore:
             logger.exception("a step failed")
             return self._fail(error)
 
+    def note_sent(self) -> None:
+        """What the last step gave is on its way to whoever waits for it."""
+        if self._connector is not None:
+            self._connector.note_step(StepStage.SENT, ())
+
     def close(self) -> None:
         """Release the device and the connector. Idempotent."""
         if self.state is not EngineState.CLOSED:
@@ -177,16 +189,22 @@ class EngineCore:
     def _advance(self) -> bool:
         """Begin the next step and settle the one in flight; whether either computed anything."""
         computed = False
-        if self._flight is not None and not (
-            self._flight.computes and self._scheduler.can_plan_ahead
-        ):
+        if self._flight is not None and not self._goes_ahead(self._flight):
             if not self._await(self._flight):
                 return True
             computed = self._settle()
             if self._scheduler.has_handed_off:
                 # a prompt takes milliseconds to launch: the token that was sampled, and the word
                 # that KV is there, go first
+                if self._connector is not None:
+                    self._connector.flush()
                 return computed
+            if self._hold_until_s(self._monotonic()):
+                return True  # what the step gave goes out meanwhile
+        elif self._flight is None and (hold_s := self._hold_until_s(self._monotonic())):
+            assert self._connector is not None
+            self._connector.await_arrival(hold_s, first=True)
+        self._take_arrived()
         begun = self._begin() if self._scheduler.has_requests else None
         computed |= self._settle()
         self._flight = begun
@@ -194,37 +212,78 @@ class EngineCore:
             return self._settle() or computed
         return computed or (begun is not None and begun.computes)
 
-    def _await(self, flight: _Flight) -> bool:
-        """Wait for the step; False where a hand-off's save has ended first, which is to be told.
-
-        KV that comes within a fraction of a step is awaited as well: who waits for it would wait
-        for a whole step otherwise.
-        """
-        if self._connector is None:
+    def _goes_ahead(self, flight: _Flight) -> bool:
+        """Whether the next step is planned while this one runs. Where KV is about to arrive that is
+        not before it must be, and not at all where it comes soon after this one has ended: a step
+        planned without it would keep it waiting to the end."""
+        if not flight.computes or not self._scheduler.can_plan_ahead:
+            return False
+        if self._connector is None or not self._connector.is_expecting:
             return True
+        launch_at_s, end_s = self._times.launch_at_s, self._times.end_s
+        if launch_at_s is None or end_s is None:
+            return False
+        self._connector.await_arrival(launch_at_s, first=False)
+        return not self._hold_until_s(end_s)
+
+    def _hold_until_s(self, from_s: float) -> float:
+        """Until when no step is begun for the sake of KV that is about to arrive, if the device has
+        none from `from_s` on; 0: the next may begin."""
+        if self._connector is None:
+            return 0.0
+        limit_s = from_s + self._times.most_held_s
+        return min(self._connector.hold_until_s(limit_s), limit_s)
+
+    def _await(self, flight: _Flight) -> bool:
+        """Wait for the step; False where a hand-off's save has ended first, which is to be told."""
+        since_s = self._monotonic()
         sent = flight.handle.wait(self._scheduler.is_saving)
         if sent is not None:
             self._scheduler.finish_saves(sent)
             return False
-        self._connector.await_expected()
+        if flight.computes:
+            self._times.waited(since_s)
         return True
+
+    def _take_arrived(self) -> None:
+        """Have whose KV has arrived in the step that is planned next."""
+        arrived = None if self._connector is None else self._connector.take_arrived()
+        if arrived is not None:
+            self._scheduler.take_transfers(arrived)
 
     def _begin(self) -> _Flight:
         """Plan a step and give it to the device."""
+        begun_s = self._monotonic()
         step = self._scheduler.schedule()
         if not (step.num_scheduled_tokens or step.finished_request_ids or self._connector):
             return _Flight(step, _Done(ModelRunnerOutput()))
-        if self._is_async:
-            return _Flight(step, self._executor.submit_step(step))
-        return _Flight(step, _Done(self._executor.execute_model(step)))
+        if not self._is_async:
+            self._note(StepStage.LAUNCHED, step)
+            return _Flight(step, _Done(self._executor.execute_model(step)))
+        flight = _Flight(step, self._executor.submit_step(step))
+        if flight.computes:
+            counts = step.num_scheduled_tokens
+            self._times.launched(begun_s, decodes=sum(counts.values()) == len(counts))
+            self._note(StepStage.LAUNCHED, step)
+        return flight
 
     def _settle(self) -> bool:
         """Take the results of the step in flight, if any; whether it computed anything."""
         flight, self._flight = self._flight, None
         if flight is None:
             return False
-        self._scheduler.update(flight.step, flight.handle.result())
+        since_s = self._monotonic()
+        output = flight.handle.result()
+        if self._is_async and flight.computes:
+            self._times.waited(since_s)
+            self._times.settled()
+        self._scheduler.update(flight.step, output)
+        self._note(StepStage.KNOWN, flight.step)
         return flight.computes
+
+    def _note(self, stage: StepStage, step: SchedulerOutput) -> None:
+        if self._connector is not None:
+            self._connector.note_step(stage, step.num_scheduled_tokens)
 
     def _fail(self, error: Exception) -> EngineCoreOutputs:
         self._flight = None

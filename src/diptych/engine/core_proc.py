@@ -54,6 +54,7 @@ class EngineProcess:
                 if outputs is not None:
                     reach("engine.outputs")
                     self._channel.send(Step(outputs))
+                    self._core.note_sent()
         self._channel.send(Failed(EngineError.__name__, self._core.failure))
 
     def _patience_s(self) -> float | None:

@@ -67,11 +67,6 @@ class RemoteKV:
         """Whether a transfer is under way."""
         return bool(self.loading or self._saving or self._kv.quarantined)
 
-    @property
-    def is_expecting(self) -> bool:
-        """Whether a request's KV is about to arrive."""
-        return self._connector is not None and self._connector.is_expecting
-
     def knows(self, request_id: str) -> bool:
         """Whether a transfer of an ended request of this id is under way."""
         return request_id in self._kv.quarantined

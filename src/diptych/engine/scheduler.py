@@ -147,10 +147,8 @@ class Scheduler:
 
     @property
     def can_plan_ahead(self) -> bool:
-        """Whether a step may be planned before those in flight have ended. Where KV is about to
-        arrive it may not: whoever waits for it would miss that step."""
-        waits = self._short_of_blocks or self._in_flight.must_settle()
-        return not (waits or self._remote.is_expecting)
+        """Whether a step may be planned before those in flight have ended."""
+        return not (self._short_of_blocks or self._in_flight.must_settle())
 
     # --- a step
 
@@ -180,16 +178,20 @@ class Scheduler:
                 self._advance(request, num_tokens, output)
         self._kv.fence.complete(step.number)
         if transfers is not None:
-            for loaded in self._remote.update(transfers):
-                self.has_loaded = True
-                if loaded.beside is not None:
-                    self._remote.join(loaded)
-                else:
-                    self._admit_loaded(loaded)
-            for request_id, handed in transfers.left_to_store.items():
-                self._leave_to_store(request_id, handed)
-            for request_id, why in transfers.failed_handoffs.items():
-                self._fail_handoff(request_id, why)
+            self.take_transfers(transfers)
+
+    def take_transfers(self, transfers: KVConnectorOutput) -> None:
+        """Take what was moved, for requests that are in no step: others may be in flight."""
+        for loaded in self._remote.update(transfers):
+            self.has_loaded = True
+            if loaded.beside is not None:
+                self._remote.join(loaded)
+            else:
+                self._admit_loaded(loaded)
+        for request_id, handed in transfers.left_to_store.items():
+            self._leave_to_store(request_id, handed)
+        for request_id, why in transfers.failed_handoffs.items():
+            self._fail_handoff(request_id, why)
 
     @property
     def is_saving(self) -> bool:
