@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-import xxhash
-
+from diptych.connectors.xxh3 import xxh3_64
 from diptych.services.kvstore.object_types import Place, Status
 from diptych.services.kvstore.tiers import Tiers
 
@@ -48,4 +47,4 @@ class Checker:
 
     def _checksum(self, place: Place) -> int:
         with self._pool[place.offset : place.offset + place.num_bytes] as view:
-            return xxhash.xxh3_64_intdigest(view)
+            return xxh3_64(view)

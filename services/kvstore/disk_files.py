@@ -22,6 +22,7 @@ from typing import NamedTuple
 
 import xxhash
 
+from diptych.connectors.xxh3 import xxh3_64
 from diptych.errors import ConfigError
 from diptych.services.kvstore.object_types import KEY_BYTES
 
@@ -150,7 +151,7 @@ class ObjectFiles:
             return False
         if not whole or own is None or (own.key, own.checksum) != (info.key, info.checksum):
             return False
-        return xxhash.xxh3_64_intdigest(body[: info.num_bytes]) == info.checksum
+        return xxh3_64(body[: info.num_bytes]) == info.checksum
 
     def remove(self, key: bytes) -> None:
         """Remove an object's file, if there is one."""

@@ -88,6 +88,19 @@ def fetched(copier: CacheCopier, block_ids: Sequence[int], tokens: TokenRange) -
     return view
 
 
+def scattered(
+    copier: CacheCopier,
+    view: memoryview,
+    object_start: int,
+    block_ids: Sequence[int],
+    wanted: TokenRange,
+) -> None:
+    """An object's tokens in their slots, complete."""
+    end = copier.scatter(view, object_start, block_ids, wanted)
+    if end is not None:
+        end()
+
+
 def same_kv(
     ours: tuple[Tensor, Sequence[int]], theirs: tuple[Tensor, Sequence[int]], start: int, end: int
 ) -> bool:

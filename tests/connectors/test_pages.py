@@ -19,7 +19,7 @@ from diptych.connectors.pages import (
 from diptych.engine.request import KVObject
 from diptych.errors import ConfigError
 from diptych.hashing import HashChain, root_hash
-from tests.connectors.fakes import fetched, make_cache, make_layout, token_kv
+from tests.connectors.fakes import fetched, make_cache, make_layout, scattered, token_kv
 
 BLOCK_SIZES = (16, 32, 64)
 
@@ -105,7 +105,7 @@ def test_scatter_moves_a_range_between_any_block_sizes_and_touches_nothing_else(
     before = target.clone()
     out, into = CacheCopier(source), CacheCopier(target)
     data = fetched(out, ours, TokenRange(64, 128))
-    into.scatter(data, 64, theirs, TokenRange(*wanted), None)
+    scattered(into, data, 64, theirs, TokenRange(*wanted))
     for position in range(128):
         moved = wanted[0] <= position < wanted[1]
         expected = token_kv(source, ours, position) if moved else token_kv(before, theirs, position)

@@ -61,7 +61,7 @@ def test_the_pool_of_a_node_that_is_gone_is_let_go_without_a_transfer(
     copier, nodes = Copier(), Nodes()
     moving = Transfers("test", nodes.open, copier, TransferLimits(), SystemClock())  # type: ignore[arg-type]
     order = LoadOrder("r", 0, 0, [], [])
-    moving.load(Load(order, None, time.monotonic() + 60, 0))
+    moving.load(Load(order, time.monotonic() + 60, 0))
     until(lambda: len(copier.reached) == 2)
     gone = nodes.mapped.pop()
     until(lambda: len(copier.reached) == 1)

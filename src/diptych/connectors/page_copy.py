@@ -2,21 +2,20 @@
 
 The cache is seen as `[num_blocks, H_kv, L, 2, block_size, D * item_bytes]` of uint8, an object as
 `[H_kv, L, 2, tokens, D * item_bytes]`. On a CPU both are numpy arrays: one thread copies, where
-torch would start a second pool of threads. On a GPU they are tensors, and copies run on streams of
-their own, one a thread.
+torch would start a second pool of threads. On a GPU they are tensors; gathering runs on a stream of
+its own, and copies from and to the host on one a thread.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from diptych.connectors.pages import TokenRange, block_runs
+from diptych.connectors.pages import BlockRun, TokenRange, block_runs
 from diptych.connectors.pinned_pool import PinnedPools
 
 if TYPE_CHECKING:
@@ -38,31 +37,40 @@ class CacheCopier:
         self._device = raw.device
         self._local = threading.local()
         self._pools = PinnedPools(raw.device) if self._on_gpu else None
+        self._gathers = _side_stream_of(raw.device, priority=-1) if self._on_gpu else None
         heads, layers, _, _, row = raw.shape[1:]
         self._shape = (int(heads), int(layers), 2, -1, int(row))
         self.token_bytes = int(heads * layers * 2 * row)
 
     def mark(self) -> torch.cuda.Event | None:
-        """A point in the model's stream that copies can wait for; None on a CPU."""
-        return torch.cuda.current_stream(self._device).record_event() if self._on_gpu else None
+        """The end of what was gathered, for `fetch`; None on a CPU. The model's stream goes on
+        behind it: the blocks may be another's from its next step on."""
+        if self._gathers is None:
+            return None
+        event: torch.cuda.Event = self._gathers.record_event()
+        torch.cuda.current_stream(self._device).wait_event(event)
+        return event
 
     def gather(self, block_ids: Sequence[int], tokens: TokenRange) -> Bytes:
-        """The object of `tokens`, on the cache's device, ordered in the current stream.
+        """The object of `tokens`, on the cache's device. Their KV must be there. A GPU copies it on
+        a stream of its own: behind the step in flight it would wait for all of that.
 
         Args:
             block_ids: the request's blocks from position 0 on.
         """
         shape = (*self._shape[:3], tokens.end - tokens.start, self._shape[4])
-        page: Any = (
-            torch.empty(shape, dtype=torch.uint8, device=self._device)
-            if self._on_gpu
-            else np.empty(shape, np.uint8)
-        )
-        for run in block_runs(tokens, tokens.start, self._block_size):
-            page[:, :, :, run.offset : run.offset + run.num_tokens] = self._cache[
-                block_ids[run.block_index], :, :, :, run.slot : run.slot + run.num_tokens
-            ]
-        return page  # type: ignore[no-any-return]
+        runs = block_runs(tokens, tokens.start, self._block_size)
+        if self._gathers is None:
+            page: Any = np.empty(shape, np.uint8)
+            self._read(page, block_ids, runs)
+            return page  # type: ignore[no-any-return]
+        with torch.cuda.stream(self._gathers):
+            on_device = torch.empty(shape, dtype=torch.uint8, device=self._device)
+            if self._is_block(runs, on_device.numel()):
+                on_device.copy_(self._cache[block_ids[runs[0].block_index]])
+            else:
+                self._read(on_device, block_ids, runs)
+        return on_device
 
     def reach(self, pools: Sequence[memoryview]) -> None:
         """These whole pools are mapped here now, and no copy of another is under way: a GPU is to
@@ -71,16 +79,20 @@ class CacheCopier:
             self._pools.keep_only(pools)
 
     def fetch(self, page: Bytes, mark: torch.cuda.Event | None, view: memoryview) -> None:
-        """Write a gathered object's bytes into `view`; complete on return. Any thread may call."""
+        """Write a gathered object's bytes into `view`; complete on return, so that its memory may
+        be given back without a word to the allocator. Any thread may call."""
         target = np.frombuffer(view, np.uint8)
         if not isinstance(page, torch.Tensor):
             np.copyto(target, page.reshape(-1))
             return
         direct = self._pools.tensor(view) if self._pools is not None else None
         host = direct if direct is not None else self._staging(view.nbytes)
-        with self._side_stream(mark) as stream:
-            page.record_stream(stream)
+        stream = self._stream()
+        with torch.cuda.stream(stream):
+            if mark is not None:
+                stream.wait_event(mark)
             host.copy_(page.view(-1), non_blocking=True)
+        stream.synchronize()
         if direct is None:
             np.copyto(target, host.numpy())
 
@@ -90,45 +102,56 @@ class CacheCopier:
         object_start: int,
         block_ids: Sequence[int],
         wanted: TokenRange,
-        mark: torch.cuda.Event | None,
-    ) -> None:
-        """Write the tokens `wanted` of an object to their slots; complete on return. Any thread.
+    ) -> Callable[[], None] | None:
+        """Begin to write the tokens `wanted` of an object to their slots, which no step in flight
+        touches. Any thread; what it returns waits for the end, and is called before the thread's
+        next object. None: it is complete.
 
         Args:
             view: `[num_bytes]`, the object from position `object_start` on, in host memory.
-            mark: the copy starts no sooner than this point of the model's stream.
         """
         source = np.frombuffer(view, np.uint8)
+        runs = block_runs(wanted, object_start, self._block_size)
         if not self._on_gpu:
-            self._write(source.reshape(self._shape), object_start, block_ids, wanted)
-            return
+            self._write(source.reshape(self._shape), block_ids, runs)
+            return None
         host = self._pools.tensor(view) if self._pools is not None else None
         if host is None:
             host = self._staging(view.nbytes)
             np.copyto(host.numpy(), source)
-        with self._side_stream(mark):
-            on_device = host.to(self._device, non_blocking=True).view(self._shape)
-            self._write(on_device, object_start, block_ids, wanted)
+        stream = self._stream()
+        with torch.cuda.stream(stream):
+            if self._is_block(runs, view.nbytes):
+                self._cache[block_ids[runs[0].block_index]].view(-1).copy_(host, non_blocking=True)
+            else:
+                on_device = host.to(self._device, non_blocking=True).view(self._shape)
+                self._write(on_device, block_ids, runs)
+        return stream.synchronize
 
-    def _write(
-        self, page: Any, object_start: int, block_ids: Sequence[int], wanted: TokenRange
-    ) -> None:
-        for run in block_runs(wanted, object_start, self._block_size):
+    def _is_block(self, runs: Sequence[BlockRun], num_bytes: int) -> bool:
+        """Whether these runs are all of an object of so many bytes, and one whole block: the two
+        hold the same bytes in the same order."""
+        whole = len(runs) == 1 and runs[0].num_tokens == self._block_size
+        return whole and num_bytes == self._block_size * self.token_bytes
+
+    def _read(self, page: Any, block_ids: Sequence[int], runs: Sequence[BlockRun]) -> None:
+        for run in runs:
+            page[:, :, :, run.offset : run.offset + run.num_tokens] = self._cache[
+                block_ids[run.block_index], :, :, :, run.slot : run.slot + run.num_tokens
+            ]
+
+    def _write(self, page: Any, block_ids: Sequence[int], runs: Sequence[BlockRun]) -> None:
+        for run in runs:
             self._cache[
                 block_ids[run.block_index], :, :, :, run.slot : run.slot + run.num_tokens
             ] = page[:, :, :, run.offset : run.offset + run.num_tokens]
 
-    @contextmanager
-    def _side_stream(self, mark: torch.cuda.Event | None) -> Iterator[torch.cuda.Stream]:
-        """This thread's own stream, behind `mark`; its work is complete after the block."""
+    def _stream(self) -> torch.cuda.Stream:
+        """This thread's own."""
         stream = getattr(self._local, "stream", None)
         if stream is None:
             stream = self._local.stream = _side_stream_of(self._device)
-        with torch.cuda.stream(stream):
-            if mark is not None:
-                stream.wait_event(mark)
-            yield stream
-        stream.synchronize()
+        return stream
 
     def _staging(self, num_bytes: int) -> Tensor:
         """Pinned bytes of this thread's own, until its next call."""
@@ -140,5 +163,5 @@ class CacheCopier:
         return buffer[:num_bytes]
 
 
-def _side_stream_of(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+def _side_stream_of(device: torch.device, priority: int = 0) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device, priority=priority)  # type: ignore[no-untyped-call]

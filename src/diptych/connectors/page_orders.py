@@ -16,7 +16,7 @@ class LoadOrder:
     """Bring tokens [start_token, end_token) of a request from `objects` into its blocks.
 
     Without `checksums_known` an object is what the store has under its key: found there, not named
-    by a commit.
+    by a commit. `told_s` is when the request arrived, on the monotonic clock.
     """
 
     request_id: str
@@ -25,6 +25,7 @@ class LoadOrder:
     objects: list[KVObject]
     block_ids: list[int]
     checksums_known: bool = True
+    told_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +88,8 @@ class PageStore(Protocol):
         self, items: Sequence[tuple[bytes, int]], sink: Callable[[int, memoryview], object]
     ) -> list[int | None]:
         """Read objects by (key, bytes). `sink(i, view)` takes the bytes of object i out of a view
-        that ends with the call; any thread may call it, and again for one that is read anew.
+        that ends with the call, or begins to and returns what waits for the end; any thread may
+        call it, and again for one that is read anew.
 
         Returns:
             xxh3-64 of the bytes that the sink was shown last, None unless those were the whole

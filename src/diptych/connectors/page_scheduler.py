@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field
 
 from diptych.connectors.base import KVConnectorScheduler, KVLayout, RequestView
@@ -20,6 +21,7 @@ from diptych.engine.request import KVObject
 class Tracked:
     """What is known of one live request."""
 
+    told_s: float = 0.0
     num_local_tokens: int = 0
     found: list[KVObject] | None = None
     found_by_commit: bool = True
@@ -85,6 +87,7 @@ class PageConnectorScheduler(KVConnectorScheduler):
                 objects=overlapping(tracked.found, wanted),
                 block_ids=list(block_ids),
                 checksums_known=tracked.found_by_commit,
+                told_s=tracked.told_s,
             )
         )
         tracked.found = []
@@ -118,7 +121,10 @@ class PageConnectorScheduler(KVConnectorScheduler):
         self._pending.aborts.append(request_id)
 
     def _track(self, request: RequestView) -> Tracked:
-        return self._requests.setdefault(request.request_id, Tracked())
+        tracked = self._requests.get(request.request_id)
+        if tracked is None:
+            tracked = self._requests[request.request_id] = Tracked(told_s=time.monotonic())
+        return tracked
 
     def _find(self, request: RequestView, num_computed_tokens: int) -> list[KVObject]:
         """Objects to load from, from the one that holds `num_computed_tokens` on, without gaps."""

@@ -1,9 +1,9 @@
 """The worker half that page connectors share, on the model thread: it only queues.
 
 A save is gathered into a staging copy before the step returns, so that the request's blocks are
-free to go; a load is scattered on the transfer thread into blocks that nobody reads yet. A load
-always ends in a report, an aborted one only once no byte of it can arrive any more: until then its
-blocks stay quarantined.
+free to go; a load is scattered on other threads into blocks that no step in flight and no request
+that computes has. A load always ends in a report, an aborted one only once no byte of it can arrive
+any more: until then its blocks stay quarantined.
 """
 
 from __future__ import annotations
@@ -69,12 +69,13 @@ class PageConnectorWorker(KVConnectorWorker):
     def start_load_kv(self, metadata: KVConnectorMetadata) -> None:
         if not isinstance(metadata, PageMetadata):
             return
-        cache, transfers = self._registered()
+        transfers = self._registered()[1]
         metadata.began_s = self._clock.monotonic()
-        mark = cache.mark() if metadata.loads else None
         for order in metadata.loads:
             is_aborted = order.request_id in metadata.aborts
-            transfers.load(Load(order, mark, self._deadline_s(), order.start_token, is_aborted))
+            load = Load(order, self._deadline_s(), order.start_token, is_aborted)
+            load.ordered_s = metadata.began_s
+            transfers.load(load)
         for request_id in metadata.aborts:
             transfers.abort(request_id)
 
@@ -111,6 +112,7 @@ class PageConnectorWorker(KVConnectorWorker):
     def _stage(self, order: SaveOrder, cache: CacheCopier, transfers: Transfers) -> Save:
         """Copy the order's objects out of the cache, unless the store had them a moment ago; those
         beyond the bound are not saved."""
+        computed_s = self._clock.monotonic()
         sending = transfers.sending(order.request_id)
         sending.closed = order.last
         known = _known(order, cache, transfers.stored)
@@ -126,6 +128,7 @@ class PageConnectorWorker(KVConnectorWorker):
             )
         num_bytes = sum(page.nbytes for page in pages.values())
         save = Save(order, pages, cache.mark(), self._deadline_s(), sending, num_bytes, known)
+        save.computed_s = computed_s
         transfers.save(save)
         return save
 

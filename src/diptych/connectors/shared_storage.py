@@ -23,6 +23,7 @@ from diptych.connectors.base import KVLayout, RequestView
 from diptych.connectors.page_orders import Outgoing
 from diptych.connectors.page_scheduler import PageConnectorScheduler
 from diptych.connectors.pages import TokenRange
+from diptych.connectors.xxh3 import xxh3_64
 from diptych.engine.request import KVObject
 from diptych.errors import ConfigError
 from diptych.hashing import HASH_BYTES, PAGE_TOKENS
@@ -81,7 +82,9 @@ class FileStore:
             buffer = memoryview(bytearray(num_bytes))
             checksums.append(self._get(key, buffer))
             if checksums[-1] is not None:
-                sink(index, buffer)
+                end = sink(index, buffer)
+                if callable(end):
+                    end()
         return checksums
 
     def pools(self) -> list[memoryview]:
@@ -97,7 +100,7 @@ class FileStore:
             return there.checksum
         data = memoryview(bytearray(item.num_bytes))
         item.write(data)
-        checksum = xxhash.xxh3_64_intdigest(data)
+        checksum = xxh3_64(data)
         path = self.path(key)
         aside = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
         try:
@@ -121,7 +124,7 @@ class FileStore:
                 info = _read_header(file.read(_HEADER.size) or b"", key, size)
                 if info is not None and info.num_bytes == buffer.nbytes:
                     whole = file.readinto(buffer) == buffer.nbytes
-                    if whole and xxhash.xxh3_64_intdigest(buffer) == info.checksum:
+                    if whole and xxh3_64(buffer) == info.checksum:
                         return info.checksum
             logger.warning("%s is not valid and is removed", path)
             path.unlink(missing_ok=True)

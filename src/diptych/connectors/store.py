@@ -46,9 +46,8 @@ class ServiceStore:
     def get_many(
         self, items: Sequence[tuple[bytes, int]], sink: Callable[[int, memoryview], object]
     ) -> list[int | None]:
-        def take(index: int, view: memoryview) -> None:
-            if view.nbytes == items[index][1]:
-                sink(index, view)
+        def take(index: int, view: memoryview) -> object:
+            return sink(index, view) if view.nbytes == items[index][1] else None
 
         results = self._client.get_many([key for key, _ in items], take)
         return [

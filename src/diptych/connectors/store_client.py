@@ -35,9 +35,9 @@ from diptych.proto import kvstore_pb2_grpc
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
-# A batch is bounded in bytes too, so that its lease and its deadline stay short.
 _BATCH_ITEMS = 256
-_BATCH_BYTES = 256 << 20
+# What is put is seen by others a batch at a time; the next one is written while the node publishes.
+_BATCH_BYTES = 128 << 20
 # Without bytes behind them keys go in larger batches: what a node takes at once.
 _BATCH_KEYS = 4096
 
@@ -127,8 +127,9 @@ class StoreClient:
         self, keys: Sequence[bytes], sink: Sink, timeout_s: float | None = None
     ) -> list[GetResult]:
         """Read objects; results in order. `sink(i, view)` copies object i out of a read-only view
-        that ends with the call. What it took is valid only if result i is OK: lease and checksum
-        are verified after the read. A lost store is as in `put_many`; what `sink` raises is raised.
+        that ends with the call, or begins to and returns what waits for the end. What it took is
+        valid only if result i is OK: lease and checksum are verified after the read. A lost store
+        is as in `put_many`; what `sink` raises is raised.
         """
         return self._get(keys, sink, None, timeout_s)
 
@@ -346,5 +347,5 @@ def _put_batches(items: Sequence[PutItem]) -> Iterator[list[PutItem]]:
         yield batch
 
 
-def _sink_at(sink: Sink, start: int, at: int, view: memoryview) -> None:
-    sink(start + at, view)
+def _sink_at(sink: Sink, start: int, at: int, view: memoryview) -> object:
+    return sink(start + at, view)

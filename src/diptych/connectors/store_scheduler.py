@@ -44,6 +44,7 @@ class StoreScheduler(PageConnectorScheduler):
         self._loading: dict[str, int] = {}
 
     def request_added(self, request: RequestView) -> None:
+        self._track(request)
         if not _has_commit(request):
             self._start_lookup(request)
 

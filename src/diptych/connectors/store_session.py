@@ -21,7 +21,7 @@ Sink = Callable[[int, memoryview], object]
 
 _FORGET_TIMEOUT_S = 0.5
 # A read is cut here, to look whether its leases need to be renewed.
-_READ_BYTES = 64 << 20
+_READ_BYTES = 256 << 20
 
 
 def _nothing() -> None:

@@ -17,6 +17,7 @@ import xxhash
 
 from diptych.connectors.store_move import Move
 from diptych.connectors.store_wire import ANSWER, FRAME, READ, WELCOME, WRITE, hello, wake_bytes
+from diptych.connectors.xxh3 import xxh3_64
 from diptych.errors import TransferError
 from diptych.proto import kvstore_pb2 as pb
 from diptych.sockets import tune
@@ -91,8 +92,12 @@ class StreamMover:
                 self._receive(view, until)
                 if move.bytes is None:
                     with view.toreadonly() as readonly:
-                        move.touch(readonly)
-                checksums.append(xxhash.xxh3_64_intdigest(view))
+                        end = move.touch(readonly)
+                        checksums.append(xxh3_64(readonly))
+                        if callable(end):
+                            end()
+                else:
+                    checksums.append(xxh3_64(view))
         return checksums
 
     def pools(self) -> list[memoryview]:

@@ -7,30 +7,31 @@ import mmap
 import os
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Protocol
-
-import xxhash
 
 from diptych.connectors.sealed_memory import map_sealed
 from diptych.connectors.store_move import Move
 from diptych.connectors.store_stream import StreamMover
 from diptych.connectors.store_wire import POOL_SIZE, boot_id, hello, socket_name
+from diptych.connectors.xxh3 import xxh3_64
 from diptych.errors import TransferError
 from diptych.proto import kvstore_pb2 as pb
 
 _log = logging.getLogger(__name__)
 
-# One core copies and hashes slower than memory is; more than these gain nothing.
-_MAX_COPIERS = 4
+# One core copies and hashes slower than memory is: an object a thread. More than these gain
+# nothing, and fewer where the host has not four cores for each.
+_MAX_COPIERS = 8
 _THREADED_BYTES = 16 << 20
 
 
 class Mover(Protocol):
     """Moves batches. Each result is the xxh3-64 of the bytes, or None for an object that was not
     moved: the time was over, or the node refused. Times are on the monotonic clock; no write into
-    mapped memory begins after `begin_by`.
+    mapped memory begins after `begin_by`. A read's `touch` may only begin to take the bytes: what
+    it returns is called for the end, while the view holds, after the checksum.
 
     Raises:
         OSError: the node is gone or too slow (TimeoutError); the mover is of no use any more.
@@ -116,20 +117,31 @@ class MappedMover:
                 os.close(fd)
 
     def write(self, moves: Sequence[Move], until: float, begin_by: float) -> list[int | None]:
-        return self._touch_all(moves, self._view, min(until, begin_by))
+        return self._all(self._write, moves, self._view, min(until, begin_by))
 
     def read(self, moves: Sequence[Move], until: float) -> list[int | None]:
-        view = self._view.toreadonly()
-        return self._touch_all(moves, view, until)
+        return self._all(self._read, moves, self._view.toreadonly(), until)
 
     def pools(self) -> list[memoryview]:
         return [self._view]
 
-    def _touch_all(self, moves: Sequence[Move], pool: memoryview, until: float) -> list[int | None]:
+    def _all(
+        self,
+        one: Callable[[Move, memoryview], int],
+        moves: Sequence[Move],
+        pool: memoryview,
+        until: float,
+    ) -> list[int | None]:
+        def in_time(move: Move) -> int | None:
+            if time.monotonic() >= until:
+                return None
+            with pool[move.offset : move.offset + move.num_bytes] as view:
+                return one(move, view)
+
         num_bytes = sum(move.num_bytes for move in moves)
         if self._threads is None or num_bytes < _THREADED_BYTES or len(moves) < 2:
-            return [self._touch(move, pool, until) for move in moves]
-        futures = [self._threads.submit(self._touch, move, pool, until) for move in moves]
+            return [in_time(move) for move in moves]
+        futures = [self._threads.submit(in_time, move) for move in moves]
         # an error of one must not leave others at work on room that is given back
         wait(futures)
         return [future.result() for future in futures]
@@ -138,12 +150,20 @@ class MappedMover:
         """Bytes of the pool, read-only."""
         return self._view[offset : offset + num_bytes].toreadonly()
 
-    def _touch(self, move: Move, pool: memoryview, until: float) -> int | None:
-        if time.monotonic() >= until:
-            return None
-        with pool[move.offset : move.offset + move.num_bytes] as view:
-            move.touch(view)
-            return xxhash.xxh3_64_intdigest(view)
+    @staticmethod
+    def _write(move: Move, view: memoryview) -> int:
+        move.touch(view)
+        return xxh3_64(view)
+
+    @staticmethod
+    def _read(move: Move, view: memoryview) -> int:
+        """A copy that goes on by itself goes on meanwhile: both look at the same bytes, and the
+        lease says afterwards that they stayed."""
+        end = move.touch(view)
+        checksum = xxh3_64(view)
+        if callable(end):
+            end()
+        return checksum
 
     def close(self) -> None:
         """The mapping goes with its last user: another thread may be copying."""

@@ -17,9 +17,11 @@ if TYPE_CHECKING:
 
     from diptych.connectors.page_copy import Bytes
 
-# What one call to the store moves. Small enough that room which is staged is given back soon.
+# What one call to the store moves. A save's is a long prompt, so that all of it is one line of
+# batches, and no more, so that room which is staged is given back.
 BATCH_OBJECTS = 256
-BATCH_BYTES = 256 << 20
+SAVE_BYTES = 1 << 30
+LOAD_BYTES = 256 << 20
 
 Tokens = TypeVar("Tokens", KVObject, PageObject)
 
@@ -48,13 +50,15 @@ class TransferLimits:
 
 @dataclass(slots=True)
 class Load:
-    """A load under way: `valid` tokens from position 0 hold so far."""
+    """A load under way: `valid` tokens from position 0 hold so far. Times are for `PageTimes`."""
 
     order: LoadOrder
-    mark: Event | None
     deadline_s: float
     valid: int
     aborted: bool = False
+    ordered_s: float = 0.0
+    begun_s: float = 0.0
+    read_s: float = 0.0
 
 
 @dataclass(slots=True)
@@ -81,7 +85,7 @@ class Sending:
 @dataclass(slots=True)
 class Save:
     """One order on its way: staged copies by key, `num_bytes` of them still staged, and what is
-    stored, of which some was known before."""
+    stored, of which some was known before. Times are for `PageTimes`."""
 
     order: SaveOrder
     pages: dict[bytes, Bytes]
@@ -90,6 +94,8 @@ class Save:
     sending: Sending
     num_bytes: int
     stored: dict[bytes, KVObject] = field(default_factory=dict)
+    computed_s: float = 0.0
+    copied_s: float = 0.0
     done: threading.Event = field(default_factory=threading.Event)
 
     def objects(self) -> list[KVObject | None]:
@@ -97,13 +103,13 @@ class Save:
         return [self.stored.get(item.key) for item in self.order.objects]
 
 
-def batches(objects: Sequence[Tokens], token_bytes: int) -> Iterator[list[Tokens]]:
+def batches(objects: Sequence[Tokens], token_bytes: int, max_bytes: int) -> Iterator[list[Tokens]]:
     """Cut by number and by bytes; every batch has at least one object."""
     batch: list[Tokens] = []
     num_bytes = 0
     for item in objects:
         size = (item.end_token - item.start_token) * token_bytes
-        if batch and (len(batch) == BATCH_OBJECTS or num_bytes + size > BATCH_BYTES):
+        if batch and (len(batch) == BATCH_OBJECTS or num_bytes + size > max_bytes):
             yield batch
             batch, num_bytes = [], 0
         batch.append(item)

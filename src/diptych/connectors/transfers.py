@@ -19,9 +19,12 @@ from diptych.clock import Clock
 from diptych.connectors.base import KVConnectorOutput, TransferRates
 from diptych.connectors.page_copy import CacheCopier
 from diptych.connectors.page_orders import LoadOrder, Outgoing, PageStore, SaveOrder
+from diptych.connectors.page_times import PageTimes
 from diptych.connectors.pages import PageObject, TokenRange
 from diptych.connectors.stored_objects import StoredObjects
 from diptych.connectors.transfer_jobs import (
+    LOAD_BYTES,
+    SAVE_BYTES,
     Load,
     Save,
     Sending,
@@ -65,6 +68,7 @@ class Transfers:
         self._staged_bytes = 0
         self._output = KVConnectorOutput()
         self.stored = StoredObjects(clock.monotonic, limits.trust_stored_s)
+        self._times = PageTimes()
         self._closing = False
         self._store: PageStore | None = None
         self._down_until_s = 0.0
@@ -126,19 +130,31 @@ class Transfers:
         """What was reported since the last call."""
         with self._wake:
             output, self._output = self._output, KVConnectorOutput()
+            if not output.empty:
+                now = self._clock.monotonic()
+                self._times.told(output.finished_sending, now)
+                self._times.taken_in(output.finished_recving, now)
         return output
 
     def take_sent(self) -> KVConnectorOutput | None:
         """Hand-offs whose saves have ended, and nothing else."""
         with self._wake:
-            return self._output.split_sent()
+            sent = self._output.split_sent()
+            if sent is not None:
+                self._times.told(sent.finished_sending, self._clock.monotonic())
+        return sent
 
     def close(self) -> None:
         """Finish what is queued, for as long as a transfer may take. Idempotent."""
         with self._wake:
-            self._closing = True
+            is_first, self._closing = not self._closing, True
             self._wake.notify()
         self._thread.join(self._limits.transfer_timeout_s)
+        if is_first:
+            with self._wake:
+                lines = self._times.lines()
+            for line in lines:
+                logger.info("%s: %s", self._name, line)
 
     def _rates(self) -> TransferRates:
         """Under the lock."""
@@ -198,7 +214,8 @@ class Transfers:
                 store.close()
 
     def _load(self, load: Load, store: PageStore) -> None:
-        for batch in batches(load.order.objects, self._copier.token_bytes):
+        load.begun_s = self._clock.monotonic()
+        for batch in batches(load.order.objects, self._copier.token_bytes, LOAD_BYTES):
             if load.aborted or self._is_late(load.deadline_s):
                 return
             began = self._clock.monotonic()
@@ -223,12 +240,15 @@ class Transfers:
         wanted: Sequence[TokenRange],
         index: int,
         view: memoryview,
-    ) -> None:
-        """Copy an object into its blocks, which nobody reads before it is verified."""
+    ) -> Callable[[], None] | None:
+        """Begin to copy an object into its blocks, which nobody reads before it is verified."""
         reach("load.read")
         if not load.aborted:
             start = batch[index].start_token
-            self._copier.scatter(view, start, load.order.block_ids, wanted[index], load.mark)
+            end = self._copier.scatter(view, start, load.order.block_ids, wanted[index])
+            load.read_s = self._clock.monotonic()
+            return end
+        return None
 
     def _arrived(self, order: LoadOrder, item: KVObject, checksum: int | None) -> bool:
         """Whether the object came whole and is the one that was meant."""
@@ -252,10 +272,12 @@ class Transfers:
         self._output.finished_recving.add(request_id)
         if load.valid < load.order.end_token:
             self._output.failed_recving[request_id] = load.valid
+        elif load.order.checksums_known:
+            self._times.valid(load, self._clock.monotonic())
 
     def _save(self, save: Save, store: PageStore) -> None:
         staged = [item for item in save.order.objects if item.key in save.pages]
-        for batch in batches(staged, self._copier.token_bytes):
+        for batch in batches(staged, self._copier.token_bytes, SAVE_BYTES):
             if save.sending.aborted or self._is_late(save.deadline_s):
                 return
             reach("save.begin")
@@ -276,6 +298,7 @@ class Transfers:
         def write(view: memoryview) -> None:
             reach("save.write")
             self._copier.fetch(page, save.mark, view)
+            save.copied_s = self._clock.monotonic()
 
         return Outgoing(item.key, page.nbytes, write)
 
@@ -292,6 +315,8 @@ class Transfers:
         if order.last:
             with self._wake:
                 self._report_save(order, sending)
+                if order.hand_off:
+                    self._times.stored(save, self._clock.monotonic())
         save.done.set()
 
     def _report_save(self, order: SaveOrder, sending: Sending) -> None:
