@@ -6,7 +6,9 @@ as two strided views `[num_blocks, num_kv_heads, block_size, head_dim]`, last ax
 
 from __future__ import annotations
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from diptych.kernels import torch_sampling
@@ -368,3 +370,15 @@ def kv_checksums(
         counted = words[block, :, :, :, : len(tokens[own])].long() & 0xFFFFFFFF
         sums[own] = ((counted * keys).sum((1, 2, 4)) * tokens[own]).T
     return sums
+
+
+def copy_runs(
+    source: Tensor,
+    target: Tensor,
+    src: NDArray[np.int64],
+    dst: NDArray[np.int64],
+    length: NDArray[np.int64],
+) -> None:
+    """Copy `length[i]` bytes at `src[i]` to `dst[i]`; both are uint8 `[num_bytes]`."""
+    for start, end, size in zip(src.tolist(), dst.tolist(), length.tolist(), strict=True):
+        target[end : end + size] = source[start : start + size]

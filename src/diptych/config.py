@@ -21,7 +21,7 @@ from diptych.errors import ConfigError
 GIB = 1 << 30
 MIB = 1 << 20
 HANDOFFS = ("auto", "direct", "store")
-TRANSPORTS = ("auto", "nixl", "shm", "tcp", "grpc")
+TRANSPORTS = ("auto", "cuda_ipc", "nixl", "shm", "tcp", "grpc")
 
 
 def _flag(default: Any, text: str) -> Any:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from diptych.config import MIB
 from diptych.connectors.transports.base import Endpoint
-from diptych.connectors.transports.choose import NAMES, open_transports
+from diptych.connectors.transports.choose import NAMES, TransportSettings, open_transports
 from diptych.connectors.transports.links import LinkState
 from diptych.connectors.transports.memory import fresh_memory
 from diptych.connectors.transports.nixl import check_ucx_tls, installed, load_nixl
@@ -44,8 +44,9 @@ def check_transports(options: Options) -> Iterator[Finding]:
     for name in NAMES:
         if name == "nixl" and installed() is None:
             continue
-        yield _tested(name, "cpu", "cpu")
-        if devices and name == "nixl":
+        if name != "cuda_ipc":
+            yield _tested(name, "cpu", "cpu")
+        if devices and name in ("cuda_ipc", "nixl"):
             yield _tested(name, *devices)
 
 
@@ -65,7 +66,8 @@ def _tested(name: str, source: str, target: str) -> Finding:
 
 def _report(name: str, device: str, endpoint: Endpoint) -> LinkReport:
     memory = fresh_memory(device, _POOL_BYTES)
-    thread = TransferThread(open_transports([name]), memory, "doctor")
+    settings = TransportSettings(device=device)
+    thread = TransferThread(open_transports([name], settings), memory, "doctor")
     thread.start()
     try:
         thread.connect("source", endpoint)

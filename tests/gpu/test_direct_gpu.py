@@ -22,9 +22,9 @@ GPU = {"device": "cuda", "attention_backend": "triton"}
 OTHER_GPU = {**GPU, "device": "cuda:1" if torch.cuda.device_count() > 1 else "cuda"}
 
 
-@pytest.mark.parametrize("transport", ["nixl", "tcp"])
+@pytest.mark.parametrize("transport", ["cuda_ipc", "nixl", "tcp"])
 async def test_the_answer_is_that_of_one_engine(tmp_path: Path, transport: str) -> None:
-    """NIXL reads where the pools lie; TCP stages them in host memory."""
+    """CUDA IPC and NIXL read where the pools lie; TCP stages them in host memory."""
     if transport == "nixl" and not any(importlib.util.find_spec(name) for name in PACKAGES):
         pytest.skip("NIXL is not installed")
     settings = {"transports": transport}

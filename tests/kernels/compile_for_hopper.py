@@ -3,6 +3,7 @@
 The launchers run on tensors without storage; their launches are compiled instead of run.
 """
 
+import numpy as np
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
@@ -20,6 +21,7 @@ from diptych.kernels import (
     stream_check,
     tiles,
 )
+from diptych.kernels.copy_runs import copy_runs
 from diptych.kernels.fp8_tensor import E4M3, Fp8Tensor
 from diptych.kernels.kv_checksums import kv_checksums
 from diptych.kernels.sampling_tables import make_tables
@@ -56,7 +58,8 @@ def compile_launch(self: JITFunction, *args: object, grid: object, warmup: bool,
             signature[param.name] = "fp32"
         else:
             is_tensor = isinstance(value, torch.Tensor)
-            signature[param.name] = POINTERS[value.dtype] if is_tensor else "i32"
+            integer = "i64" if not is_tensor and value >= 1 << 31 else "i32"
+            signature[param.name] = POINTERS[value.dtype] if is_tensor else integer
             unaligned = param.do_not_specialize or param.do_not_specialize_on_alignment
             if (is_tensor or value % 16 == 0) and not unaligned:
                 attributes[(i,)] = [["tt.divisibility", 16]]
@@ -152,6 +155,13 @@ def launch_fp8_linears(dtype: torch.dtype, tile: int) -> None:
             fp8_linear._launch(x, weight, None, torch.float32, 2)
 
 
+def launch_copies() -> None:
+    starts = np.arange(3)
+    for size in (16, 4096, 1 << 20, 17):
+        runs = starts * size, starts * size, np.full(3, size)
+        copy_runs(1 << 40, 1 << 41, *runs, torch.device("meta"))
+
+
 def launch_linears(dtype: torch.dtype) -> None:
     ops, weight = TritonOps(), empty(4096, 4096, dtype=dtype)
     for rows in (1, 32, 128):
@@ -177,6 +187,7 @@ if __name__ == "__main__":
     launch_rows(torch.bfloat16, 128256)
     launch_rows(torch.float32, 80001)
     launch_linears(torch.bfloat16)
+    launch_copies()
     for tile in (0, 128):
         launch_fp8_linears(torch.bfloat16, tile)
     print(compiled)

@@ -52,8 +52,7 @@ class Case(NamedTuple):
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of this benchmark."""
     add = parser.add_argument
-    every = ["shm", "nixl", "tcp", "grpc"]
-    add("--transport", nargs="+", choices=NAMES, default=every, help="which to measure")
+    add("--transport", nargs="+", choices=NAMES, help="which to measure; all that fit if absent")
     add("--device", default="cpu", help="where the reader's pool lies: cpu or cuda:N")
     add("--source-device", default=None, help="where the source's pool lies; as --device if absent")
     sizes = [2 * MIB, 128 << 10, 32 << 10]
@@ -68,6 +67,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     """Measure, print, report."""
     args.source_device = args.source_device or args.device
+    on_gpus = args.device != "cpu" and args.source_device != "cpu"
+    # memory of a GPU cannot be mapped as a file, memory of the host needs no mapping of a GPU's
+    left_out = "shm" if args.device != "cpu" or args.source_device != "cpu" else "cuda_ipc"
+    args.transport = args.transport or [
+        name for name in NAMES if name != left_out and (on_gpus or name != "cuda_ipc")
+    ]
     cases = list(_cases(args))
     num_bytes = max(2 * args.set_bytes, 2 * _prompt_bytes() if args.prompt else 0)
     rows: list[dict[str, Any]] = []
@@ -76,7 +81,7 @@ def main(args: argparse.Namespace) -> int:
         try:
             rows += _measure_transport(name, args, pool, cases)
         except TransferError as error:
-            say(f"{name:>5}: {error}")
+            say(f"{name:>8}: {error}")
             rows.append({"transport": name, "error": str(error)})
     what = {"load_average": os.getloadavg()[0], "rows": rows}
     report("transport", args, args.device, what)
@@ -91,7 +96,7 @@ def _measure_transport(
 ) -> list[dict[str, Any]]:
     rows = []
     with running_source(name, args.source_device, pool.num_bytes) as endpoint:
-        thread = TransferThread([make_transport(name)], pool.memory, "bench-reader")
+        thread = TransferThread([make_transport(name, args.device)], pool.memory, "bench-reader")
         try:
             thread.start()
             thread.connect("source", endpoint)
@@ -99,7 +104,7 @@ def _measure_transport(
                 row = {"transport": name, **_measure(thread, pool, case, args)}
                 rows.append(row)
                 say(
-                    f"{name:>5} {case.name:<34} {len(case.runs):6d} runs {row['gb_per_s']:7.2f} "
+                    f"{name:>8} {case.name:<34} {len(case.runs):6d} runs {row['gb_per_s']:7.2f} "
                     f"GB/s  {row['milliseconds']:8.3f} ms  {row['copy_ratio']:5.2f} of a copy"
                 )
         finally:

@@ -24,15 +24,15 @@ _SEED = 11
 _MOST_COMPARED = 4096
 
 
-def make_transport(name: str) -> Transport:
-    """By name.
+def make_transport(name: str, device: str) -> Transport:
+    """By name, for a pool on that device.
 
     Raises:
         TransferError: no transport is called that, or it is not installed.
     """
-    from diptych.connectors.transports.choose import open_transports
+    from diptych.connectors.transports.choose import TransportSettings, open_transports
 
-    return open_transports([name])[0]
+    return open_transports([name], TransportSettings(device=device))[0]
 
 
 class Pool(Protocol):
@@ -183,7 +183,7 @@ def _serve(transport: str, device: str, num_bytes: int, pipe: Connection) -> Non
     try:
         pool = make_pool(device, num_bytes)
         pool.fill()
-        thread = TransferThread([make_transport(transport)], pool.memory, "bench-source")
+        thread = TransferThread([make_transport(transport, device)], pool.memory, "bench-source")
         pipe.send_bytes(b"=" + thread.start().encode())
     except TransferError as error:
         pipe.send_bytes(b"!" + error.message.encode())

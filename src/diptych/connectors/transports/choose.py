@@ -14,7 +14,9 @@ from diptych.errors import ConfigError, TransferError
 _log = logging.getLogger(__name__)
 
 AUTO = "auto"
-NAMES = ("nixl", "shm", "tcp", "grpc")
+NAMES = ("cuda_ipc", "nixl", "shm", "tcp", "grpc")
+# between processes of one host alone, or under TLS
+_PRIVATE = ("cuda_ipc", "shm", "tcp", "grpc")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,9 +55,9 @@ def open_transports(
     """Open transports in order of preference.
 
     Args:
-        names: of NAMES; `auto` stands for all that are of use here: NIXL is left out where there is
-            neither a GPU nor RDMA, for there it is slower than `shm` and `tcp` and wakes often, and
-            where TLS is on, for it knows none.
+        names: of NAMES; `auto` stands for all that are of use here: `cuda_ipc` where there is a
+            GPU; NIXL is left out where there is neither a GPU nor RDMA, for there it is slower than
+            `shm` and `tcp` and wakes often, and where TLS is on, for it knows none.
 
     Raises:
         ConfigError: an unknown name, or a setting that a transport cannot use.
@@ -66,7 +68,7 @@ def open_transports(
     opened: list[Transport] = []
     chosen = list(dict.fromkeys(names))
     if AUTO in names:
-        useful = NAMES[1:] if settings.tls else _useful(settings.device)
+        useful = [name for name in _useful(settings.device) if not settings.tls or name in _PRIVATE]
         chosen = [name for name in NAMES if name in useful or name in names]
     reasons = []
     for name in chosen:
@@ -82,12 +84,22 @@ def open_transports(
 
 
 def _useful(device: str) -> tuple[str, ...]:
-    return NAMES if device != "cpu" or has_rdma() else NAMES[1:]
+    if device != "cpu":
+        return NAMES
+    return NAMES[1:] if has_rdma() else NAMES[2:]
 
 
 def has_rdma() -> bool:
     """Whether this host has an RDMA device."""
     return any(Path("/sys/class/infiniband").glob("*"))
+
+
+def _cuda_ipc(settings: TransportSettings) -> Transport:
+    from diptych.connectors.transports.cuda_ipc import CudaIpcTransport
+
+    if settings.device == "cpu":
+        raise TransferError("the KV pool lies on no GPU")
+    return CudaIpcTransport()
 
 
 def _nixl(settings: TransportSettings) -> Transport:
@@ -127,6 +139,7 @@ def _grpc(settings: TransportSettings) -> Transport:
 
 
 _MAKERS: dict[str, Callable[[TransportSettings], Transport]] = {
+    "cuda_ipc": _cuda_ipc,
     "nixl": _nixl,
     "shm": _shm,
     "tcp": _tcp,
