@@ -177,7 +177,8 @@ class WorkerConfig:
         "where --kvstore names one), or store",
     )
     kv_transports: str = _flag(
-        "auto", "what carries KV from worker to worker, preferred first: nixl, shm, tcp, grpc"
+        "auto",
+        "what carries KV from worker to worker, preferred first: cuda_ipc, nixl, shm, tcp, grpc",
     )
     kv_lease_s: float = _flag(
         30.0, "seconds that prefill keeps KV after the last sign of the worker that reads it"
@@ -192,7 +193,11 @@ class WorkerConfig:
     kv_tls_name: str | None = _flag(
         None, "name that the certificates of other workers must bear; their address if absent"
     )
-    verify_kv: bool = _flag(True, "compare checksums of KV that came straight from another worker")
+    verify_kv: bool | None = _flag(
+        None,
+        "compare checksums of KV that came straight from another worker; if absent, but not of what "
+        "was read over NVLink, PCIe or RDMA",
+    )
 
     def __post_init__(self) -> None:
         check_one_of("handoff", self.handoff, HANDOFFS)

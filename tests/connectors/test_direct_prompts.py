@@ -128,10 +128,12 @@ class World:
         """`stores`: whether prefill and decode have a store beside."""
         self.now = 0.0
         self.met = True
+        self.link_is_verified = True
         self.verify = verify
         self.num_tokens = num_tokens
         self.local = local_tokens
         self.network: list[tuple[str, HandoffMessage]] = []
+        self.sent: list[tuple[str, HandoffMessage]] = []
         self.source, self.target = Blocks(P_BLOCK, 1), Blocks(D_BLOCK, 2)
         self.reads = Reads(self.source, self.target)
         self.p_reports, self.d_reports = DirectReports(self._clock), DirectReports(self._clock)
@@ -152,7 +154,7 @@ class World:
             self._clock,
             knows=lambda _: self.met,
             granule=lambda _: max(P_BLOCK, D_BLOCK),
-            source_block=lambda _: P_BLOCK,
+            source_block=lambda _: P_BLOCK if self.link_is_verified else 0,
             checksums=HostChecksums(self.target.bytes, self.target.geometry) if verify else None,
             stores=stores[1],
         )
@@ -176,6 +178,7 @@ class World:
     def _send(self, peer: str, message: HandoffMessage) -> None:
         assert (peer == OURS) == (message.kind in TO_DECODE)
         self.network.append((peer, HandoffMessage.decode(message.encode())))
+        self.sent.append(self.network[-1])
 
     def _clock(self) -> float:
         return self.now
@@ -676,6 +679,24 @@ def test_a_lease_that_ends_under_way_lets_prefill_go_on_and_holds_nothing_after(
     assert world.prefill.num_gone == 1
     world.quiet()
     world.check_end()
+
+
+def test_checksums_that_decode_does_not_compare_are_not_taken() -> None:
+    """Over a link of GPUs; what decode says with its first word holds for the chunks after it."""
+    world = World(20, 0)
+    world.link_is_verified = False
+    world.begin_reading()
+    said = [message.verifies for peer, message in world.sent if peer == PEER]
+    assert said
+    assert not any(said)
+    while world.network:
+        world.run("deliver", 0)
+    while world.state_p == "running":
+        world.run("step", 20)
+    world.settle()
+    [commit] = {m.number: m for _, m in world.sent if m.kind is Event.COMMIT}.values()
+    assert commit.checksums == []
+    assert world.received
 
 
 def test_corrupt_kv_is_not_used() -> None:

@@ -18,7 +18,7 @@ from diptych.connectors.transports.links import MARGIN, LinkState
 from diptych.connectors.transports.memory import HostMemory
 from diptych.connectors.transports.orders import ReadOrder, ReadResult
 from diptych.connectors.transports.thread import TransferThread
-from diptych.errors import ConfigError
+from diptych.errors import ConfigError, TransferError
 from tests.certificates import files_of, make_certificates
 from tests.connectors.test_transports import WITHOUT_NIXL
 from tests.connectors.transport_pair import (
@@ -383,10 +383,12 @@ def test_a_pool_in_no_memfd_is_not_offered_as_shared_memory() -> None:
 
 
 def test_transports_are_known_by_name() -> None:
-    with pytest.raises(ConfigError, match="transports are auto, nixl, shm, tcp, grpc"):
+    with pytest.raises(ConfigError, match="transports are auto, cuda_ipc, nixl, shm, tcp, grpc"):
         open_transports(["carrier-pigeon"])
     with pytest.raises(ConfigError):
         open_transports([])
+    with pytest.raises(TransferError, match="on no GPU"):
+        open_transports(["cuda_ipc"])
     assert opened("tcp", "shm", "tcp") == ["tcp", "shm"]
     # alone with a CPU, NIXL has nothing to offer
     rdma = any(Path("/sys/class/infiniband").glob("*"))

@@ -55,7 +55,7 @@ def test_workers_that_hand_over_directly_have_the_direct_connector(
     assert transfer.kv_connector == "DirectConnector"
     extra = transfer.kv_connector_extra_config
     assert extra.get("kvstore") == (place or {}).get("kvstore")
-    assert (extra["lease_s"], extra["transports"], extra["verify_kv"]) == (2.0, "tcp", True)
+    assert (extra["lease_s"], extra["transports"], extra["verify_kv"]) == (2.0, "tcp", None)
 
 
 @pytest.mark.parametrize(("handoff", "required"), [("direct", True), ("auto", False)])

@@ -125,7 +125,9 @@ worker:
   ticket_keys: /etc/diptych-tickets/ticket-keys
   handoff: {{ $root.Values.handoff.mode }}
   kv_transports: {{ $root.Values.handoff.transports | quote }}
+  {{- if ne $root.Values.handoff.verifyKv nil }}
   verify_kv: {{ $root.Values.handoff.verifyKv }}
+  {{- end }}
   {{- with $root.Values.handoff.tls }}
   {{- if .secretName }}
   kv_tls_certificate: /etc/diptych-kv-tls/tls.crt

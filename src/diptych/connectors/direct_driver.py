@@ -113,6 +113,8 @@ class DirectDriver:
             monotonic,
             geometry=self._geometry,
             reads_peers=reads_peers,
+            verify_kv=settings.verify_kv,
+            on_gpu=memory.device != "cpu",
         )
         self._given = GivenPrompts(
             settings,

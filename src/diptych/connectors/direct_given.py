@@ -102,6 +102,7 @@ class GivenPrompts:
         self._checksums = checksums
         self._stores = stores
         self._given: dict[str, _Given] = {}
+        self._unverifying: set[str] = set()
         self.num_valid = 0
         self.num_gone = 0
         self.num_tokens = 0
@@ -175,6 +176,10 @@ class GivenPrompts:
         if entry is None or entry.prompt.peer != peer:
             self._answer_unknown(peer, message)
             return
+        if message.verifies:
+            self._unverifying.discard(peer)
+        else:
+            self._unverifying.add(peer)
         if message.kind is Event.READ_DONE:
             entry.num_read = min(message.num_tokens, entry.num_tokens)
         inner = Message(message.kind, PREFILL, message.epoch, message.number)
@@ -189,6 +194,7 @@ class GivenPrompts:
     def peer_gone(self, peer: str) -> None:
         """That incarnation reads no more: what is held for it is held for nobody, and a request
         that is sent anew finds its prefix in the cache."""
+        self._unverifying.discard(peer)
         for entry in list(self._given.values()):
             if entry.prompt.peer == peer:
                 self._step(entry, Event.DECODE_RESTARTED)
@@ -242,7 +248,9 @@ class GivenPrompts:
         """Its KV is in the cache up to here: a whole number of blocks but at the end."""
         size, start = self._block_size, entry.num_tokens
         entry.block_ids = list(block_ids[: -(-num_tokens // size)])
-        if self._checksums is not None and num_tokens > start:
+        # those that decode would not look at would only make COMMIT later
+        wanted = entry.prompt.peer not in self._unverifying
+        if self._checksums is not None and wanted and num_tokens > start:
             sums = self._checksums.begin(entry.block_ids, start, num_tokens, size)
             entry.pending.append(sums)
         entry.num_tokens = num_tokens
@@ -291,9 +299,13 @@ class GivenPrompts:
             block_ids=entry.block_ids,
             token_id=entry.token_id if commits else -1,
             num_cached_tokens=entry.num_cached_tokens if commits else 0,
-            checksums=entry.checksums if commits else [],
+            checksums=entry.checksums if commits and self._all_summed(entry) else [],
         )
         self._send(entry.prompt.peer, entry.last)
+
+    def _all_summed(self, entry: _Given) -> bool:
+        """Not where the reader changed its mind while the prompt was computed."""
+        return len(entry.checksums) == len(entry.block_ids)
 
     def _settle(self, entry: _Given) -> None:
         """Give the blocks back once the machine holds them no more."""

@@ -39,6 +39,8 @@ class HandoffMessage(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         token_id: with a COMMIT or STORED, what prefill sampled after the prompt.
         num_cached_tokens: with a COMMIT or STORED, prompt tokens that prefill found computed.
         checksums: with a COMMIT, one per block of prefill; empty where they are not verified.
+        verifies: of decode's messages: whether it compares checksums of what it reads from this
+            worker, so that prefill need take none for it.
         ended: with a GONE, whether the request itself ended at prefill, by what it sampled or
             because its router said so: nothing went wrong, and the router tells decode.
     """
@@ -53,6 +55,7 @@ class HandoffMessage(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     token_id: TokenId = -1
     num_cached_tokens: Count = 0
     checksums: list[int] = []
+    verifies: bool = True
     ended: bool = False
 
     def encode(self) -> bytes:

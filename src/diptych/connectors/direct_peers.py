@@ -17,6 +17,8 @@ from diptych.errors import TransferError
 _LOOK_S = 0.02
 # how soon a link that was lost is noticed though nothing is read
 _IDLE_LOOK_S = 1.0
+# what reads a GPU's memory where it lies: over NVLink, PCIe or RDMA
+GPU_LINKS = ("cuda_ipc", "nixl")
 
 
 class LinkReports(Protocol):
@@ -34,6 +36,9 @@ class DirectPeers:
         tell: takes each change of a link.
         geometry: of this engine's pool.
         reads_peers: whether peers are met as soon as they are known, to be read.
+        verify_kv: whether to compare checksums; None: but over links of GPUs (`GPU_LINKS`), which
+            correct their errors themselves.
+        on_gpu: whether this engine's pool lies on a GPU.
     """
 
     def __init__(
@@ -45,6 +50,8 @@ class DirectPeers:
         *,
         geometry: PoolGeometry,
         reads_peers: bool,
+        verify_kv: bool | None = True,
+        on_gpu: bool = False,
     ) -> None:
         self._reads = reads
         self._reports = reports
@@ -52,6 +59,8 @@ class DirectPeers:
         self._monotonic = monotonic
         self._geometry = geometry
         self._reads_peers = reads_peers
+        self._verify_kv = verify_kv
+        self._trusted = GPU_LINKS if on_gpu else ()
         self._cards: dict[str, list[RankCard]] = {}
         self._links: dict[str, PeerLink] = {}
         self._retries = LinkRetries(monotonic)
@@ -129,13 +138,19 @@ class DirectPeers:
 
     def source_block(self, peer: str) -> int:
         """Tokens of its blocks; 0 where its checksums, which are of whole tokens, are not ours to
-        compare: they are where one rank holds what we hold."""
+        compare: they are where one rank holds what we hold, and the link is to be verified."""
         cards = self._cards.get(peer, [])
-        if len(cards) != 1:
+        if len(cards) != 1 or not self._verifies(peer):
             return 0
         theirs, ours = cards[0].geometry, self._geometry
         alike = (theirs.heads, theirs.layers, theirs.axes) == (ours.heads, ours.layers, ours.axes)
         return theirs.block_size if alike else 0
+
+    def _verifies(self, peer: str) -> bool:
+        if self._verify_kv is not None:
+            return self._verify_kv
+        link = self._links.get(peer)
+        return link is None or link.transport not in self._trusted
 
     def _note(self, link: PeerLink) -> None:
         self._links[link.peer] = link

@@ -26,7 +26,8 @@ class DirectSettings:
         host, tcp_port, grpc_port, advertised_host: where readers are served (0: a free port).
         tls_certificate, tls_key, tls_authority: PEM files; with them nothing travels in the clear.
         tls_name: that a peer's certificate must bear; its address if empty.
-        verify_kv: compare checksums of all blocks before the KV is used.
+        verify_kv: compare checksums of all blocks before the KV is used; None: but over links that
+            read a GPU's memory where it lies.
         repeat_s: between repetitions of what was not confirmed.
         hold_s: prefill keeps a computed prompt for so long while no reader has room for it; then
             the reader is sent to the store. Only where both have one.
@@ -49,7 +50,7 @@ class DirectSettings:
     tls_key: str = ""
     tls_authority: str = ""
     tls_name: str = ""
-    verify_kv: bool = True
+    verify_kv: bool | None = None
     repeat_s: float = 0.1
     hold_s: float = 5.0
     lease_s: float = 30.0

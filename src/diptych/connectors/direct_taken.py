@@ -351,6 +351,7 @@ class TakenPrompts:
             epoch=out.epoch,
             number=out.number,
             num_tokens=entry.num_to_read if out.kind is Event.READ_DONE else 0,
+            verifies=self._checksums is not None and self._source_block(entry.prompt.peer) > 0,
         )
         self._send(entry.prompt.peer, wire)
 

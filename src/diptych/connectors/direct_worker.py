@@ -55,7 +55,7 @@ class DirectWorker(KVConnectorWorker):
         """
         memory = memory_of(kv_cache, layout.memfd)
         checksums = None
-        if self._settings.verify_kv:
+        if self._settings.verify_kv is not False:
             checksums = checksums_of(kv_cache, geometry_of(layout))
         try:
             self._driver = DirectDriver(
