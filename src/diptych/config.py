@@ -195,7 +195,7 @@ class WorkerConfig:
     )
     verify_kv: bool | None = _flag(
         None,
-        "compare checksums of KV that came straight from another worker; if absent, but not of what "
+        "compare checksums of KV that came straight from another worker; if absent, not of what "
         "was read over NVLink, PCIe or RDMA",
     )
 
