@@ -133,7 +133,9 @@ class EngineConfig:
 class RedisConfig:
     """The directory and registry."""
 
-    redis: str | None = _flag(None, "redis:// URL (any server from 6.2)")
+    redis: str | None = _flag(
+        None, "redis:// URL (any server from 6.2), or redis+sentinel://HOST:PORT,.../SERVICE"
+    )
     registry_prefix: str = _flag("diptych", "prefix of all keys")
     heartbeat_s: float = _flag(1.0, "seconds between heartbeats")
     liveness_s: float = _flag(5.0, "seconds after which a silent worker is gone")

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import diptych
 from diptych.addresses import check_bindable, reachable_address
-from diptych.config import GIB, MIB, RedisConfig
+from diptych.config import GIB, MIB
 from diptych.errors import AddressError, ConfigError, DiptychError
 
 _COMMAND_S = 10.0
@@ -228,21 +228,19 @@ def check_redis(options: Options) -> Iterator[Finding]:
 
 
 async def _redis_version(url: str) -> str:
-    from redis import asyncio as redis_asyncio
     from redis.exceptions import RedisError
 
     from diptych.errors import UnavailableError
-    from diptych.redis_client import RedisClient
+    from diptych.redis_url import open_redis
 
-    await RedisClient(RedisConfig(redis=url)).close()  # a bad URL has its own message
-    client = redis_asyncio.from_url(url, socket_timeout=_REDIS_S, socket_connect_timeout=_REDIS_S)
+    opened = open_redis(url, _REDIS_S)
     try:
         async with asyncio.timeout(_REDIS_S):
-            information = await client.info("server")
+            information = await opened.redis.info("server")
     except RedisError as error:
         raise UnavailableError(f"Redis does not answer: {error}") from error
     finally:
-        await client.aclose()
+        await opened.close()
     return str(information["redis_version"])
 
 

@@ -1,4 +1,4 @@
-"""One Redis, asked with a deadline on every call and an error that has a name.
+"""The directory's server, asked with a deadline on every call and an error that has a name.
 
 Plain commands and Lua only, nothing newer than Redis 6.2, so that any server will do.
 """
@@ -8,15 +8,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any
-from urllib.parse import urlsplit
 
-from redis import asyncio as redis_asyncio
-from redis.asyncio.retry import Retry
-from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
 
 from diptych.config import RedisConfig
 from diptych.errors import ConfigError, UnavailableError
+from diptych.redis_url import open_redis, without_password
 
 
 class RedisClient:
@@ -29,19 +26,8 @@ class RedisClient:
         self._timeout_s = timeout_s
         # braces: all keys fall into one slot of a cluster, which scripts need
         self.prefix = "{" + config.registry_prefix + "}"
-        try:
-            self._redis = redis_asyncio.from_url(
-                config.redis,
-                # ours is around each call: the client's own goes through `asyncio.wait_for`, which
-                # loses a cancellation that meets the end of a send (CPython before 3.12)
-                socket_timeout=None,
-                socket_connect_timeout=timeout_s,
-                # callers' loops retry; a retry in here would only hide an outage from them
-                retry=Retry(NoBackoff(), 0),
-                protocol=2,
-            )
-        except (ValueError, RedisError) as error:
-            raise ConfigError(f"bad Redis URL {self._where}: {error}", param="redis") from error
+        self._opened = open_redis(config.redis, timeout_s)
+        self._redis = self._opened.redis
         self.available = False
         self.problem = f"Redis at {self._where} has not answered yet"
 
@@ -87,12 +73,4 @@ class RedisClient:
         return answer
 
     async def close(self) -> None:
-        await self._redis.aclose()
-
-
-def without_password(url: str) -> str:
-    """A Redis URL as it may be shown."""
-    parts = urlsplit(url)
-    if "@" not in parts.netloc:
-        return url
-    return parts._replace(netloc=parts.netloc.rsplit("@", 1)[1]).geturl()
+        await self._opened.close()

@@ -24,7 +24,7 @@ from diptych.launcher.plan import ProcessSpec, url_host
 from diptych.launcher.supervisor import Supervisor
 from diptych.models.fetch import resolve_model
 from diptych.private_folder import make_private_folder
-from diptych.redis_client import without_password
+from diptych.redis_url import without_password
 
 _LONGEST_DIRECTORY = 80
 
