@@ -125,7 +125,7 @@ worker:
   ticket_keys: /etc/diptych-tickets/ticket-keys
   handoff: {{ $root.Values.handoff.mode }}
   kv_transports: {{ $root.Values.handoff.transports | quote }}
-  {{- if ne $root.Values.handoff.verifyKv nil }}
+  {{- if kindIs "bool" $root.Values.handoff.verifyKv }}
   verify_kv: {{ $root.Values.handoff.verifyKv }}
   {{- end }}
   {{- with $root.Values.handoff.tls }}
