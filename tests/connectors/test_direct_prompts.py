@@ -36,6 +36,7 @@ NUM_BLOCKS, ATOM = 16, 8
 P_BLOCK, D_BLOCK = 4, 8
 KINDS = ["go", "go", "go", "go", "step", "deliver", "deliver", "read", "read", "read", "lose"]
 KINDS += ["double", "fail", "hang", "time", "preempt", "release", "end", "gone", "corrupt"]
+KINDS += ["stored"]
 
 
 def pool(block_size: int, num_blocks: int) -> PoolGeometry:
@@ -132,6 +133,7 @@ class World:
         self.verify = verify
         self.num_tokens = num_tokens
         self.local = local_tokens
+        self.prefill_stores = stores[0]
         self.network: list[tuple[str, HandoffMessage]] = []
         self.sent: list[tuple[str, HandoffMessage]] = []
         self.source, self.target = Blocks(P_BLOCK, 1), Blocks(D_BLOCK, 2)
@@ -164,7 +166,7 @@ class World:
         self.d_blocks: list[int] = []
         self.computed = 0
         self.state_p, self.state_d = "running", "waiting"
-        self.received = self.left_to_store = False
+        self.received = self.left_to_store = self.storing = False
         self.broken = False
         if is_offered:
             self.offer()
@@ -244,6 +246,12 @@ class World:
         while self.network and not self.reads.open:
             self.run("deliver", 0)
 
+    def end_storing(self) -> None:
+        """The tail is in the store, or will not be."""
+        if self.storing:
+            self.storing = False
+            self.p_reports.left("r")
+
     def release_prefill(self) -> None:
         if self.state_p == "handed off":
             self.prefill.released("r")
@@ -281,9 +289,14 @@ class World:
         self._settle_decode()
 
     def _settle_prefill(self) -> None:
+        if self.p_reports.take_leaving():
+            assert self.prefill_stores
+            assert self.state_p == "handed off"
+            self.storing = True
         output = self.p_reports.take()
         if "r" in output.finished_sending:
             assert self.state_p == "handed off", "blocks come back once"
+            assert not self.storing, "nobody copies what is free"
             if "r" in output.commits:
                 assert self.received or self.state_d != "running"
             self._drop_prefill()
@@ -350,6 +363,8 @@ class World:
                 self.release_prefill()
             case "end":
                 self.end_decode()
+            case "stored":
+                self.end_storing()
             case "gone":
                 self.decode.peer_gone(PEER, "gone")
         self.settle()
@@ -362,6 +377,7 @@ class World:
                 self.run("deliver", 0)
             for _ in list(self.reads.open):
                 self.run("read", 0)
+            self.run("stored", 0)
             self.run("time", 0)
         if self.state_p == "preempted":
             self.release_prefill()
@@ -572,7 +588,11 @@ def test_prefill_leaves_to_the_store_what_no_reader_has_room_for(
             world.run("deliver", 0)
         assert world.reads.open
     world.network.clear()
-    world.run("time", SETTINGS.hold_s)
+    world.run("time", 5)  # hold_s, and a little
+    assert world.storing == stores[0]
+    world.network.clear()
+    world.run("stored", 0)
+    world.run("time", 0)
     assert (world.state_p == "ended") == stores[0]
     while world.network:
         world.run("deliver", 0)
@@ -582,6 +602,59 @@ def test_prefill_leaves_to_the_store_what_no_reader_has_room_for(
             world.run("read", 0)
     assert world.left_to_store == all(stores)
     assert world.prefill.num_stored == stores[0]
+    world.quiet()
+    world.check_end()
+
+
+def computed_and_left() -> World:
+    """A prompt for which decode has no room, of which the tail is on its way to the store."""
+    world = World(20, 0, stores=(True, True))
+    for _ in range(3):
+        world.run("step", 8)
+    world.network.clear()
+    world.run("time", 5)
+    assert world.storing
+    assert not [m for _, m in world.network if m.kind is Event.STORED]
+    return world
+
+
+def test_the_reader_is_sent_to_the_store_once_the_tail_is_there() -> None:
+    world = computed_and_left()
+    world.network.clear()
+    world.run("stored", 0)
+    world.run("time", 0)
+    assert world.network[0][1].kind is Event.STORED
+    assert world.state_p == "ended"
+    world.quiet()
+    assert world.left_to_store
+    world.check_end()
+
+
+def test_a_tail_that_takes_too_long_to_be_stored_is_not_waited_for_but_its_blocks_are() -> None:
+    world = computed_and_left()
+    world.run("time", 7)
+    assert Event.STORED in [m.kind for _, m in world.network]
+    assert world.state_p == "handed off"
+    assert world.prefill.num_held
+    world.run("stored", 0)
+    world.run("time", 0)
+    assert world.state_p == "ended"
+    world.quiet()
+    world.check_end()
+
+
+def test_a_reader_that_finds_room_while_the_tail_is_stored_reads_directly() -> None:
+    world = computed_and_left()
+    for _ in range(30):
+        while world.network:
+            world.run("deliver", 0)
+        while world.reads.open:
+            world.run("read", 0)
+        world.run("time", 0)
+    assert world.received
+    assert world.prefill.num_valid
+    assert not world.prefill.num_stored
+    assert world.state_p == "handed off", "its blocks are still copied"
     world.quiet()
     world.check_end()
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import pytest
 
 from diptych.clock import SystemClock
 from diptych.connectors import transfers
-from diptych.connectors.page_orders import LoadOrder
-from diptych.connectors.transfer_jobs import Load, TransferLimits
+from diptych.connectors.page_orders import LoadOrder, SaveOrder
+from diptych.connectors.pages import PageObject
+from diptych.connectors.transfer_jobs import Load, Save, TransferLimits
 from diptych.connectors.transfers import Transfers
 from diptych.errors import TransferError
 
@@ -44,6 +46,23 @@ class Nodes:
 
     def close(self) -> None:
         return
+
+
+def test_the_end_of_a_save_is_told_though_the_store_is_lost() -> None:
+    """Whoever waits for it holds blocks meanwhile."""
+    nodes = Nodes()
+    nodes.is_lost = True
+    moving = Transfers("test", nodes.open, Copier(), TransferLimits(), SystemClock())  # type: ignore[arg-type]
+    order = SaveOrder("r", 0, "", 0, [PageObject(b"tail", 64, 70)], [1], True, False, told=True)
+    sending = moving.sending("r")
+    page = np.zeros(6, np.uint8)
+    moving.save(Save(order, {b"tail": page}, None, time.monotonic() + 60, sending, page.nbytes))
+    moving.close()
+    output = moving.take_output()
+    assert output.saved == {"r"}
+    assert not output.empty
+    assert not output.finished_sending
+    assert not moving.staged_bytes
 
 
 def until(holds: Callable[[], bool]) -> None:

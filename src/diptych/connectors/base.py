@@ -162,7 +162,8 @@ class KVConnectorOutput:
     wrong checksum. `handed_over` is of loads from a peer's memory. A request in
     `failed_handoffs`, which says why, ends here: whoever sent it decides how it goes on. One in
     `left_to_store` (and in `finished_recving`) goes on as any other that waits: its peer has
-    computed it, but could not hold it; nothing writes its blocks any more.
+    computed it, but could not hold it; nothing writes its blocks any more. `saved` are requests of
+    which a save has ended that was to be told of, and is no hand-off.
     """
 
     finished_sending: set[str] = field(default_factory=set)
@@ -172,6 +173,7 @@ class KVConnectorOutput:
     handed_over: dict[str, HandedOver] = field(default_factory=dict)
     failed_handoffs: dict[str, str] = field(default_factory=dict)
     left_to_store: dict[str, HandedOver] = field(default_factory=dict)
+    saved: set[str] = field(default_factory=set)
     num_dropped_saves: int = 0
     num_corrupt: int = 0
     rates: TransferRates | None = None
@@ -202,6 +204,7 @@ class KVConnectorOutput:
             or self.finished_recving
             or self.commits
             or self.failed_handoffs
+            or self.saved
             or self.num_dropped_saves
             or self.num_corrupt
             or self.rates

@@ -25,6 +25,8 @@ from diptych.engine.request import KVCommit
 _log = logging.getLogger(__name__)
 
 MAX_KEPT = 8192
+# A tail that takes longer to be stored is computed by its reader.
+_STORING_S = 10.0
 _NO_EPOCHS = 1 << 30
 _LEASED = (State.PREFILLING, State.HOLDING)
 _REPEATING = (*_LEASED, State.STORED)
@@ -47,7 +49,8 @@ class _Given:
     """One hand-off on prefill's side. `committed` is the number of its last announcement, once it
     is known; `num_read` are the tokens that the reader says it has read; `owed` whether the
     scheduler waits to have the blocks back; `ended` whether the request ended before the KV was
-    read or given up."""
+    read or given up; `leaving_since_s` when the store was to be given the rest of it, and `storing`
+    whether blocks may still be copied for that."""
 
     prompt: GivenPrompt
     machine: Prefill = field(default_factory=Prefill)
@@ -65,6 +68,8 @@ class _Given:
     repeat_at_s: float = 0.0
     lease_end_s: float = 0.0
     held_since_s: float = 0.0
+    leaving_since_s: float | None = None
+    storing: bool = False
     forget_at_s: float | None = None
 
     @property
@@ -92,8 +97,8 @@ class GivenPrompts:
         checksums: Checksums | None = None,
         stores: bool = False,
     ) -> None:
-        """`send` takes the peer first; without `checksums` none are given. With `stores` what was
-        computed is in a store as well, but for the tail that fills no page."""
+        """`send` takes the peer first; without `checksums` none are given. With `stores` the pages
+        of what was computed go to a store as well, and the tail when it is asked for."""
         self._settings = settings
         self._reports = reports
         self._send = send
@@ -205,17 +210,20 @@ class GivenPrompts:
     def tick(self) -> None:
         """Repeat what was not confirmed, end leases, forget."""
         now = self._monotonic()
+        for request_id in self._reports.take_left():
+            if entry := self._given.get(request_id):
+                entry.storing = False
+                self._settle(entry)
         for entry in list(self._given.values()):
             if entry.is_leased and now >= entry.lease_end_s:
                 _log.info("request %s: its reader was silent too long", entry.prompt.request_id)
                 self._step(entry, Event.LEASE_END)
-            if self._is_unwanted(entry) and now >= entry.held_since_s + self._settings.hold_s:
-                _log.info("request %s: no reader has room for it", entry.prompt.request_id)
-                self._step(entry, Event.RESERVE_DEADLINE)
+            if self._is_unwanted(entry) and now >= self._leaves_at_s(entry):
+                self._leave(entry)
             if entry.machine.state in _REPEATING and now >= entry.repeat_at_s:
                 entry.repeat_at_s = now + self._settings.repeat_s
                 self._step(entry, Event.REPEAT)
-            if entry.forget_at_s is not None and now >= entry.forget_at_s:
+            if entry.forget_at_s is not None and now >= entry.forget_at_s and not entry.storing:
                 del self._given[entry.prompt.request_id]
 
     def next_at_s(self) -> float | None:
@@ -227,8 +235,8 @@ class GivenPrompts:
             if entry.is_leased:
                 times.append(entry.lease_end_s)
             if self._is_unwanted(entry):
-                times.append(entry.held_since_s + self._settings.hold_s)
-            if entry.forget_at_s is not None:
+                times.append(self._leaves_at_s(entry))
+            if entry.forget_at_s is not None and not entry.storing:
                 times.append(entry.forget_at_s)
         return min(times, default=None)
 
@@ -243,6 +251,26 @@ class GivenPrompts:
         """Whether all is computed, nobody has room for it, and a store has it as well."""
         machine = entry.machine
         return self._stores and machine.state is State.HOLDING and not machine.acked
+
+    def _leaves_at_s(self, entry: _Given) -> float:
+        """When it is left to the store, or what that has not got yet is to go there."""
+        if entry.leaving_since_s is None:
+            return entry.held_since_s + self._settings.hold_s
+        if not entry.storing:
+            return entry.leaving_since_s
+        in_time_s = (entry.leaving_since_s + entry.lease_end_s) / 2  # to be heard of
+        return min(entry.leaving_since_s + _STORING_S, in_time_s)
+
+    def _leave(self, entry: _Given) -> None:
+        """First the tail is stored, behind the pages that are on their way; the reader is sent
+        there when it is, or that takes too long."""
+        request_id = entry.prompt.request_id
+        if entry.leaving_since_s is None:
+            _log.info("request %s: no reader has room for it", request_id)
+            entry.leaving_since_s, entry.storing = self._monotonic(), True
+            self._reports.leave(request_id)
+        else:
+            self._step(entry, Event.RESERVE_DEADLINE)
 
     def _extend(self, entry: _Given, num_tokens: int, block_ids: Sequence[int]) -> None:
         """Its KV is in the cache up to here: a whole number of blocks but at the end."""
@@ -320,7 +348,7 @@ class GivenPrompts:
             self.num_stored += stored
             self.num_gone += not valid and not stored
             self.num_tokens += entry.num_read if valid else 0
-        if entry.owed:
+        if entry.owed and not entry.storing:
             entry.owed = False
             connector = STORE_NAME if stored else NAME
             commit = _commit(entry, connector) if valid or stored else None

@@ -33,6 +33,8 @@ class DirectReports:
         self._announced: set[str] = set()
         self._arrivals: dict[str, Arrival] = {}
         self._received_s: list[float] = []
+        self._leaving: set[str] = set()
+        self._left: set[str] = set()
         self.times = HandoffTimes()
         # of the thread that steps
         self.first_steps = FirstSteps(monotonic, self.times)
@@ -106,6 +108,30 @@ class DirectReports:
             self._announced.discard(request_id)
             self._output.finished_recving.add(request_id)
             self._output.left_to_store[request_id] = handed_over
+
+    def leave(self, request_id: str) -> None:
+        """No reader has room for a prompt that is held here: what the store has not got of it shall
+        go there; `left` follows."""
+        with self._lock:
+            self._leaving.add(request_id)
+
+    def take_leaving(self) -> set[str]:
+        """Those since the last call."""
+        with self._lock:
+            leaving, self._leaving = self._leaving, set()
+        return leaving
+
+    def left(self, request_id: str) -> None:
+        """(From the scheduler.) Nothing more of it goes to the store, and nothing of that reads its
+        blocks."""
+        with self._lock:
+            self._left.add(request_id)
+
+    def take_left(self) -> set[str]:
+        """Those since the last call."""
+        with self._lock:
+            left, self._left = self._left, set()
+        return left
 
     def failed(self, request_id: str, why: str) -> None:
         """Its KV will not come. Reads may still write: `read_ended` follows its release."""

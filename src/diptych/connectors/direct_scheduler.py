@@ -19,6 +19,8 @@ from diptych.connectors.direct_attempt import TakenPrompt
 from diptych.connectors.direct_driver import DirectDriver
 from diptych.connectors.direct_given import GivenPrompt
 from diptych.connectors.direct_local import LocalRequest
+from diptych.connectors.held_prompts import HeldPrompts
+from diptych.connectors.page_orders import PageMetadata
 from diptych.engine.control_port import ControlPort
 from diptych.engine.request import HandoffPeer, KVTransferParams
 
@@ -61,7 +63,7 @@ class DirectScheduler(KVConnectorScheduler):
         self._lapsed: set[str] = set()
         self._taken: set[str] = set()
         self._received: set[str] = set()
-        self._held: set[str] = set()
+        self._held = HeldPrompts()
         self._has_told = False
 
     @property
@@ -102,7 +104,7 @@ class DirectScheduler(KVConnectorScheduler):
     def request_left_to_store(self, request: RequestView) -> None:
         self._taken.discard(request.request_id)
         if self._other is not None:
-            self._other.request_added(self._for_other(request))
+            self._other.request_left_to_store(self._for_other(request))
 
     def is_read(self, request_id: str) -> bool:
         return request_id in self._given and request_id not in self._lapsed
@@ -165,6 +167,7 @@ class DirectScheduler(KVConnectorScheduler):
                 metadata.chunks.append(ComputedChunk(request_id, num_tokens, list(block_ids)))
         if self._other is not None:
             metadata.other = self._other.build_connector_meta(others)
+        self._leave(metadata.other)
         return metadata
 
     def request_finished(self, request: RequestView, block_ids: list[int]) -> bool:
@@ -187,7 +190,7 @@ class DirectScheduler(KVConnectorScheduler):
             self._driver.given_released(request_id)
             return False
         tokens = request.all_token_ids
-        self._held.add(request_id)
+        self._held.hold(request, block_ids)
         self._has_told = True
         self._driver.done(
             request_id, len(tokens) - 1, block_ids, tokens[-1], request.num_cached_tokens
@@ -195,7 +198,10 @@ class DirectScheduler(KVConnectorScheduler):
         return True
 
     def update_connector_output(self, output: KVConnectorOutput) -> None:
-        self._held -= output.finished_sending
+        for request_id in output.finished_sending:
+            self._held.drop(request_id)
+        for request_id in output.saved:
+            self._driver.reports.left(request_id)
         # from here on they are requests like others, whose prompts need not be stored again
         received = self._taken & output.handed_over.keys()
         self._taken -= received
@@ -208,7 +214,7 @@ class DirectScheduler(KVConnectorScheduler):
         if request_id in self._taken:
             self._taken.discard(request_id)
             self._driver.taken_released(request_id)
-        elif request_id in self._held:
+        elif self._held.holds(request_id):
             self._driver.given_released(request_id)
         else:
             if request_id in self._given:  # what it has computed beside its load was announced
@@ -222,6 +228,15 @@ class DirectScheduler(KVConnectorScheduler):
         self._driver.close()
         if self._other is not None:
             self._other.shutdown()
+
+    def _leave(self, other: KVConnectorMetadata | None) -> None:
+        """Have the rest of prompts stored that no reader has room for."""
+        for request_id in self._driver.reports.take_leaving():
+            rest = self._held.rest(request_id)
+            if rest is not None and isinstance(other, PageMetadata):
+                other.saves.append(rest)
+            else:
+                self._driver.reports.left(request_id)
 
     def _offer(self, request: RequestView, params: KVTransferParams, peer: HandoffPeer) -> None:
         self._taken.add(request.request_id)

@@ -131,6 +131,7 @@ def _merge(into: KVConnectorOutput, more: KVConnectorOutput) -> None:
     into.finished_recving |= more.finished_recving
     into.failed_recving.update(more.failed_recving)
     into.commits.update(more.commits)
+    into.saved |= more.saved
     into.num_dropped_saves += more.num_dropped_saves
     into.num_corrupt += more.num_corrupt
     into.rates = more.rates

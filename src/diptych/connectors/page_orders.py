@@ -34,7 +34,8 @@ class SaveOrder:
 
     A prompt's objects come in one or several orders, in token order; `last` closes it. With
     `hand_off` the end is reported, with a commit. With `wait` the step waits for the save; else
-    what finds no room to be staged is dropped.
+    what finds no room to be staged is dropped. With `told` the end of the last order is reported as
+    one in `saved`.
     """
 
     request_id: str
@@ -47,6 +48,7 @@ class SaveOrder:
     hand_off: bool
     wait: bool = False
     tenant: str = ""
+    told: bool = False
 
 
 @dataclass(slots=True)

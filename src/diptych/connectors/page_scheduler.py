@@ -25,6 +25,7 @@ class Tracked:
     num_local_tokens: int = 0
     found: list[KVObject] | None = None
     found_by_commit: bool = True
+    tail_end: int = 0  # of what may be found; 0: only whole pages are looked for
     num_beside: int = 0  # of what was found, computed while the rest is loaded
     num_cached_tokens: int | None = None
     load_ordered: bool = False

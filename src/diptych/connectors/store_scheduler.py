@@ -8,13 +8,15 @@ request is looked up again: what it had may have been stored.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from diptych.connectors.base import KVConnectorOutput, KVLayout, RequestView
 from diptych.connectors.page_costs import LoadCosts
 from diptych.connectors.page_lookup import PrefixLookup
 from diptych.connectors.page_orders import SaveOrder
 from diptych.connectors.page_scheduler import PageConnectorScheduler
 from diptych.connectors.page_split import Prefix
-from diptych.connectors.pages import PageObject
+from diptych.connectors.pages import PageObject, TokenRange, object_ranges
 from diptych.engine.request import KVObject
 from diptych.hashing import PAGE_TOKENS
 
@@ -47,6 +49,10 @@ class StoreScheduler(PageConnectorScheduler):
         self._track(request)
         if not _has_commit(request):
             self._start_lookup(request)
+
+    def request_left_to_store(self, request: RequestView) -> None:
+        """A peer has stored all that it computed, the tail too: all but the last token."""
+        self._start_lookup(request, tail_end=request.num_tokens - 1)
 
     def request_preempted(self, request: RequestView) -> bool:
         if self._lookup is None:
@@ -105,10 +111,15 @@ class StoreScheduler(PageConnectorScheduler):
         if self._lookup is not None:
             self._lookup.close()
 
-    def _start_lookup(self, request: RequestView) -> None:
-        if self._lookup is not None:
-            ends = range(PAGE_TOKENS, request.num_tokens + 1, PAGE_TOKENS)
-            self._lookup.start(request.request_id, [request.prefix_hash(end) for end in ends])
+    def _start_lookup(self, request: RequestView, tail_end: int = 0) -> None:
+        """Ask for its pages; with `tail_end` for those up to there, and for the tail."""
+        if self._lookup is None:
+            return
+        self._track(request).tail_end = tail_end
+        ends: Iterable[int] = range(PAGE_TOKENS, request.num_tokens + 1, PAGE_TOKENS)
+        if tail_end:
+            ends = [tokens.end for tokens in object_ranges(tail_end)]
+        self._lookup.start(request.request_id, [request.prefix_hash(end) for end in ends])
 
     def _forget(self, request_id: str) -> None:
         self._loading.pop(request_id, None)
@@ -119,24 +130,26 @@ class StoreScheduler(PageConnectorScheduler):
         """What the commit names, or the pages that were looked up, whichever reaches further."""
         tracked = self._track(request)
         named = super()._find(request, num_computed_tokens)
-        num_pages = self._lookup.found(request.request_id) if self._lookup is not None else 0
-        tracked.num_stored_tokens = max(tracked.num_stored_tokens, num_pages * PAGE_TOKENS)
+        num_found = self._lookup.found(request.request_id) if self._lookup is not None else 0
+        stored_end = num_found * PAGE_TOKENS
+        if tracked.tail_end:
+            stored_end = min(stored_end, tracked.tail_end)
+        tracked.num_stored_tokens = max(tracked.num_stored_tokens, stored_end)
         named_end = named[-1].end_token if named else num_computed_tokens
-        tracked.found_by_commit = bool(named) and named_end >= num_pages * PAGE_TOKENS
-        if tracked.found_by_commit or num_pages * PAGE_TOKENS <= num_computed_tokens:
+        tracked.found_by_commit = bool(named) and named_end >= stored_end
+        if tracked.found_by_commit or stored_end <= num_computed_tokens:
             return named
         first = num_computed_tokens // PAGE_TOKENS
-        return [self._page(request, number) for number in range(first, num_pages)]
+        return [self._object(request, tokens) for tokens in object_ranges(stored_end)[first:]]
 
-    def _page(self, request: RequestView, number: int) -> KVObject:
-        """A page, named by the request's own tokens; its checksum is the store's to tell."""
-        end = (number + 1) * PAGE_TOKENS
+    def _object(self, request: RequestView, tokens: TokenRange) -> KVObject:
+        """Named by the request's own tokens; its checksum is the store's to tell."""
         return KVObject(
-            key=request.prefix_hash(end),
-            start_token=end - PAGE_TOKENS,
-            end_token=end,
+            key=request.prefix_hash(tokens.end),
+            start_token=tokens.start,
+            end_token=tokens.end,
             checksum=0,
-            num_bytes=PAGE_TOKENS * self._token_bytes,
+            num_bytes=(tokens.end - tokens.start) * self._token_bytes,
         )
 
     def _save_order(

@@ -323,6 +323,8 @@ class Transfers:
         """Under the lock: all of the prompt's saves have ended."""
         if self._sendings.get(order.request_id) is sending:
             del self._sendings[order.request_id]
+        if order.told:
+            self._output.saved.add(order.request_id)
         if order.hand_off:
             self._output.finished_sending.add(order.request_id)
             if not sending.aborted:
