@@ -14,6 +14,7 @@ from diptych.connectors.page_orders import LoadOrder, SaveOrder
 from diptych.connectors.pages import PageObject
 from diptych.connectors.transfer_jobs import Load, Save, TransferLimits
 from diptych.connectors.transfers import Transfers
+from diptych.engine.request import KVObject
 from diptych.errors import TransferError
 
 
@@ -63,6 +64,43 @@ def test_the_end_of_a_save_is_told_though_the_store_is_lost() -> None:
     assert not output.empty
     assert not output.finished_sending
     assert not moving.staged_bytes
+
+
+class SlowNodes(Nodes):
+    """It takes its time, and then has nothing."""
+
+    def __init__(self, now: list[float]) -> None:
+        super().__init__()
+        self._now = now
+
+    def get_many(self, items: Sequence[tuple[bytes, int]], sink: object) -> list[int | None]:
+        self._now[0] += 8.0
+        return [None] * len(items)
+
+
+class SteppedClock(SystemClock):
+    def __init__(self, now: list[float]) -> None:
+        super().__init__()
+        self._now = now
+
+    def monotonic(self) -> float:
+        return self._now[0]
+
+
+def test_a_load_that_failed_says_how_long_that_took_and_for_how_much() -> None:
+    """Else a store that answers late and in vain would count as fast as it was."""
+    now = [100.0]
+    nodes = SlowNodes(now)
+    moving = Transfers("test", nodes.open, Copier(), TransferLimits(), SteppedClock(now))  # type: ignore[arg-type]
+    page = KVObject(key=b"k", start_token=0, end_token=64, checksum=0, num_bytes=640)
+    moving.load(Load(LoadOrder("r", 0, 64, [page], [1]), 200.0, 0))
+    until(lambda: not moving._live_loads)
+    output = moving.take_output()
+    assert output.failed_recving == {"r": 0}
+    assert output.rates is not None
+    assert (output.rates.failed_bytes, output.rates.failed_s) == (640, 8.0)
+    assert not output.rates.loaded_bytes
+    moving.close()
 
 
 def until(holds: Callable[[], bool]) -> None:

@@ -272,6 +272,9 @@ class Transfers:
         self._output.finished_recving.add(request_id)
         if load.valid < load.order.end_token:
             self._output.failed_recving[request_id] = load.valid
+            if load.begun_s and not load.aborted:
+                wanted = sum(item.num_bytes for item in load.order.objects)
+                self._rates().failed(wanted, self._clock.monotonic() - load.begun_s)
         elif load.order.checksums_known:
             self._times.valid(load, self._clock.monotonic())
 
