@@ -23,6 +23,7 @@ from diptych.connectors.direct_messages import TO_DECODE, HandoffMessage
 from diptych.connectors.direct_peers import DirectPeers
 from diptych.connectors.direct_reports import DirectReports
 from diptych.connectors.direct_settings import DirectSettings
+from diptych.connectors.direct_shortcut import Shortcut
 from diptych.connectors.direct_taken import TakenPrompts
 from diptych.connectors.direct_times import HandoffTimes
 from diptych.connectors.kv_checksums import Checksums
@@ -88,6 +89,7 @@ class DirectDriver:
         self._commands: deque[Callable[[], None]] = deque()
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._port: ControlPort | None = None
+        self._ready: set[int] = set()
         self._figures = HandoffFigures()
         self._given_times = HandoffTimes()
         self._closing = False
@@ -105,6 +107,7 @@ class DirectDriver:
         except BaseException:
             os.close(self._wake_fd)
             raise
+        self._shortcut = Shortcut() if settings.shortcut else None
         self._reads = PeerReads(self._transfer, self._geometry, "")
         self._peers = DirectPeers(
             self._reads,
@@ -147,7 +150,11 @@ class DirectDriver:
         self._taken.use(self._reads)
         self._thread.start()
         card = RankCard(
-            kv_namespace=kv_namespace, rank=0, geometry=self._geometry, endpoint=self._endpoint
+            kv_namespace=kv_namespace,
+            rank=0,
+            geometry=self._geometry,
+            endpoint=self._endpoint,
+            shortcut=None if self._shortcut is None else self._shortcut.card,
         )
         return encode_cards([card])
 
@@ -214,7 +221,8 @@ class DirectDriver:
         given, taken = self._given, self._taken
         _log.info(
             "hand-offs: %d given and read, %d left to the store, %d not; %d received, %d left to "
-            "the store, %d not (%d corrupt); %d events without a rule",
+            "the store, %d not (%d corrupt); %d events without a rule; %d messages sent past the "
+            "services",
             given.num_valid,
             given.num_stored,
             given.num_gone,
@@ -223,6 +231,7 @@ class DirectDriver:
             taken.failures.total(),
             taken.num_corrupt,
             given.ignored.total() + taken.ignored.total(),
+            0 if self._shortcut is None else self._shortcut.num_sent,
         )
         if ignored := given.ignored + taken.ignored:
             kinds = (f"{kind}: {count}" for kind, count in ignored.most_common())
@@ -237,6 +246,8 @@ class DirectDriver:
             self._wake_fd = -1
         if self._port is not None:
             self._port.close()
+        if self._shortcut is not None:
+            self._shortcut.close()
 
     def _command(self, command: Callable[[], None]) -> None:
         with self._lock:
@@ -265,10 +276,13 @@ class DirectDriver:
     def _turn(self) -> None:
         for command in self._take_commands():
             self._guarded(command)
+        if self._shortcut is not None and self._shortcut.fileno() in self._ready:
+            self._guarded(partial(self._take_past, self._shortcut))
         if self._port is not None:
             self._port.flush()
-            for message in self._port.receive():
-                self._guarded(partial(self._take, message))
+            if self._port.fileno() in self._ready:
+                for message in self._port.receive():
+                    self._guarded(partial(self._take, message))
         for result in self._reads.take_results():
             reach("handoff.read")
             self._guarded(partial(self._taken.read_ended, result))
@@ -302,14 +316,19 @@ class DirectDriver:
         return commands
 
     def _wait(self) -> None:
+        """Until something is to be done. Each call of the system gives the interpreter away, and
+        the model's thread may keep it for a while: there is none too many."""
         poller = select.poll()
         poller.register(self._wake_fd, select.POLLIN)
+        if self._shortcut is not None:
+            poller.register(self._shortcut, select.POLLIN)
         if self._port is not None and not self._port.closed:
             unsent = select.POLLOUT if self._port.has_unsent else 0
             poller.register(self._port, select.POLLIN | unsent)
-        poller.poll(self._sleep_ms())
-        with contextlib.suppress(BlockingIOError):
-            os.eventfd_read(self._wake_fd)
+        self._ready = {fd for fd, _ in poller.poll(self._sleep_ms())}
+        if self._wake_fd in self._ready:
+            with contextlib.suppress(BlockingIOError):
+                os.eventfd_read(self._wake_fd)
 
     def _sleep_ms(self) -> int | None:
         times = [self._given.next_at_s(), self._taken.next_at_s(), self._peers.next_at_s()]
@@ -328,11 +347,21 @@ class DirectDriver:
             if isinstance(message, Control):
                 self._take_message(message.peer, HandoffMessage.decode(message.body))
             elif isinstance(message, PeerUp):
-                self._peers.meet(message.peer, decode_cards(message.cards))
+                self._meet(message.peer, decode_cards(message.cards))
             elif isinstance(message, PeerDown):
                 self._part(message.peer)
         except DiptychError as error:
             self._complaints.warning("peer %s: %s", message.peer, error.message)
+
+    def _meet(self, peer: str, cards: list[RankCard]) -> None:
+        if self._shortcut is not None:
+            self._shortcut.meet(peer, cards[0].shortcut if cards else None)
+        self._peers.meet(peer, cards)
+
+    def _take_past(self, shortcut: Shortcut) -> None:
+        received = shortcut.receive()
+        if received is not None:
+            self._take(Control(*received))
 
     def _take_message(self, peer: str, message: HandoffMessage) -> None:
         reach(f"handoff.got_{message.kind.value.lower()}")
@@ -343,13 +372,18 @@ class DirectDriver:
 
     def _send(self, peer: str, message: HandoffMessage) -> None:
         reach(f"handoff.send_{message.kind.value.lower()}")
+        body = message.encode()
+        if self._shortcut is not None and self._shortcut.send(peer, body):
+            return
         if self._port is not None:
-            self._port.send(Control(peer, message.encode()))
+            self._port.send(Control(peer, body))
 
     def _part(self, peer: str) -> None:
         self._given.peer_gone(peer)
         self._taken.peer_gone(peer, "the prefill worker is gone")
         self._peers.part(peer)
+        if self._shortcut is not None:
+            self._shortcut.part(peer)
 
     def _tell_link(self, link: PeerLink) -> None:
         if self._port is not None:

@@ -28,6 +28,7 @@ class DirectSettings:
         tls_name: that a peer's certificate must bear; its address if empty.
         verify_kv: compare checksums of all blocks before the KV is used; None: but over links that
             read a GPU's memory where it lies.
+        shortcut: engines of one host speak to each other past the services, where they can.
         repeat_s: between repetitions of what was not confirmed.
         hold_s: prefill keeps a computed prompt for so long while no reader has room for it; then
             the reader is sent to the store. Only where both have one.
@@ -51,6 +52,7 @@ class DirectSettings:
     tls_authority: str = ""
     tls_name: str = ""
     verify_kv: bool | None = None
+    shortcut: bool = True
     repeat_s: float = 0.1
     hold_s: float = 5.0
     lease_s: float = 30.0

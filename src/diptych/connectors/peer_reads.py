@@ -15,6 +15,7 @@ from typing import Protocol
 import msgspec
 
 from diptych.connectors.base import ITEM_BYTES, KVLayout
+from diptych.connectors.direct_shortcut import ShortcutCard
 from diptych.connectors.plan import BlockTable, Share, plan_read, plan_sources
 from diptych.connectors.plan_geometry import PoolGeometry, Span
 from diptych.connectors.transports.base import Endpoint, ReadFailure, ReadState
@@ -37,6 +38,7 @@ class RankCard(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         kv_namespace: digest of what the KV means (weights, dtypes, RoPE); must be equal.
+        shortcut: where the engine can be spoken to from its own host, past the services.
         rank: 0.. over pipeline and tensor ranks; the order of `cards` in which sources are planned.
     """
 
@@ -44,6 +46,7 @@ class RankCard(msgspec.Struct, frozen=True, kw_only=True):
     rank: int
     geometry: PoolGeometry
     endpoint: Endpoint
+    shortcut: ShortcutCard | None = None
 
 
 def encode_cards(cards: Sequence[RankCard]) -> bytes:
