@@ -289,35 +289,47 @@ async def test_a_store_beside_takes_what_has_no_peer_and_gives_prefixes(
             assert pair.decode.client.stats.prompt_tokens_local_compute == 0
 
 
+async def find_no_room(pair: Pair, name: str) -> None:
+    """A request for which decode has no room until prefill has given its blocks back."""
+    full = f"full {name}"
+    pair.relay.loses = (b"COMMIT", full.encode())
+    await pair.submit_decode(full, PROMPT[::-1] * 3, **SAMPLING)
+    await pair.decode.until(lambda: pair.decode.client.stats.num_waiting)
+    await pair.submit_prefill(full, PROMPT[::-1] * 3, **SAMPLING)
+    await pair.decode.until(lambda: pair.decode.num_free < 32)
+    await pair.submit(name, PROMPT, **SAMPLING)
+    await pair.prefill.ended(name)
+    assert pair.prefill.commits[name].num_tokens == len(PROMPT)
+    pair.relay.loses = ()
+    await pair.decode.client.abort([full])
+    await pair.prefill.client.abort([full])
+    await pair.ended(name)
+    assert not pair.decode.failures
+
+
 async def test_prefill_gives_its_blocks_back_where_decode_has_no_room_and_decode_reads_the_store(
     model: Path, alone: list[int]
 ) -> None:
     with running_node() as node:
         beside = {"kvstore": node.address, "read_prefix": True, "reserve_s": 60.0}
+        beside |= {"lookup_timeout_s": 60.0, "transfer_timeout_s": 60.0}
         async with running_pair(
             model,
             prefill={**beside, "hold_s": 0.3},
             decode={**beside, "num_kv_blocks": 32, "write_through": False},
         ) as pair:
-            pair.relay.loses = (b"COMMIT", b"full")
-            await pair.submit_decode("full", PROMPT[::-1] * 3, **SAMPLING)
-            await pair.decode.until(lambda: pair.decode.client.stats.num_waiting)
-            await pair.submit_prefill("full", PROMPT[::-1] * 3, **SAMPLING)
-            await pair.decode.until(lambda: pair.decode.num_free < 32)
-            await pair.submit("late", PROMPT, **SAMPLING)
-            # its blocks are prefill's no more, though decode has none for it
-            await pair.prefill.ended("late")
-            assert pair.prefill.commits["late"].num_tokens == len(PROMPT)
-            pair.relay.loses = ()
-            await pair.decode.client.abort(["full"])
-            await pair.prefill.client.abort(["full"])
-            await pair.ended("late")
-            assert not pair.decode.failures
+            await find_no_room(pair, "late")
             assert pair.answer("late") == alone
             # the tail as well: decode computes nothing of the prompt
             stats = pair.decode.client.stats
             assert stats.prompt_tokens_external_kv_transfer == len(PROMPT)
             assert stats.prompt_tokens_local_compute == 0
+            await pair.all_free()
+            # where the store is lost, nothing waits for it
+            node.process.kill()
+            await find_no_room(pair, "later")
+            assert pair.answer("later") == alone
+            assert pair.decode.client.stats.prompt_tokens_external_kv_transfer == len(PROMPT)
             await pair.all_free()
 
 
