@@ -247,6 +247,7 @@ def test_answers_are_compared_up_to_their_first_difference() -> None:
         "answers_checked": 2,
         "answers_equal": 1,
         "tokens_before_difference_share": 0.75,
+        "tokens_before_difference": [4, 2],
     }
     reference = [digest(one), digest(one), digest(failed)]
     assert compare_digests([one, other, one], reference) == {

@@ -19,7 +19,13 @@ def digest(answer: Answer) -> str | None:
 
 
 def compare(answers: Sequence[Answer], again: Sequence[Answer]) -> dict[str, Any]:
-    """How many answers are equal, and which share of the tokens comes before the first difference.
+    """How many answers are equal, and what comes before the first difference: of each answer, and
+    as a share of all.
+
+    In bfloat16 one answer is another in another batch, or behind a cached prefix, as soon as two
+    tokens are nearly as likely; where KV is wrong, answers differ from the first token on that was
+    sampled with it. Equal answers can be asked of float32, and of requests that come one by one to
+    systems whose caches hold nothing of them (`compare_digests`).
 
     Only pairs in which both ended well count.
     """
@@ -29,11 +35,13 @@ def compare(answers: Sequence[Answer], again: Sequence[Answer]) -> dict[str, Any
         if one.error is None and two.error is None
     ]
     equal = sum(digest(one) == digest(two) for one, two in pairs)
-    shares = [_common(one, two) for one, two in pairs]
+    common = [_common(one, two) for one, two in pairs]
+    shares = [same / longest if longest else 1.0 for same, longest in common]
     return {
         "answers_checked": len(pairs),
         "answers_equal": equal,
         "tokens_before_difference_share": sum(shares) / len(shares) if shares else None,
+        "tokens_before_difference": [same for same, _ in common],
     }
 
 
@@ -50,8 +58,8 @@ def compare_digests(answers: Sequence[Answer], digests: Sequence[str | None]) ->
     }
 
 
-def _common(one: Answer, two: Answer) -> float:
-    """Share of equal tokens before the first that differs; of characters where there are no ids."""
+def _common(one: Answer, two: Answer) -> tuple[int, int]:
+    """Equal tokens before the first that differs, of how many; characters without ids."""
     first: Sequence[Any] = one.token_ids or "".join(one.text)
     second: Sequence[Any] = two.token_ids or "".join(two.text)
     longest = max(len(first), len(second))
@@ -60,4 +68,4 @@ def _common(one: Answer, two: Answer) -> float:
         if left != right:
             break
         same += 1
-    return same / longest if longest else 1.0
+    return same, longest
