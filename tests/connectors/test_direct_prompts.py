@@ -630,6 +630,33 @@ def test_the_reader_is_sent_to_the_store_once_the_tail_is_there() -> None:
     world.check_end()
 
 
+@pytest.mark.parametrize("in_time", [True, False])
+def test_a_prompt_whose_reader_was_silent_all_the_while_goes_to_the_store_with_its_tail(
+    in_time: bool,
+) -> None:
+    world = World(20, 0, stores=(True, True))
+    world.run("step", 8)
+    world.run("step", 3)
+    world.network.clear()
+    for _ in range(3):
+        world.run("time", 7)
+    world.run("step", 8)
+    assert world.storing
+    world.network.clear()
+    if in_time:
+        world.run("stored", 0)
+        world.run("time", 0)
+    else:
+        world.run("time", 7)
+        assert not world.network
+        world.run("time", 7)
+    assert [m.kind for _, m in world.network] == [Event.STORED]
+    assert bool(world.prefill.num_held) != in_time
+    world.quiet()
+    assert world.prefill.num_stored == 1
+    world.check_end()
+
+
 def test_a_tail_that_takes_too_long_to_be_stored_is_not_waited_for_but_its_blocks_are() -> None:
     world = computed_and_left()
     world.run("time", 7)

@@ -158,7 +158,10 @@ class GivenPrompts:
             entry.token_id, entry.num_cached_tokens = token_id, max(0, num_cached_tokens)
             entry.committed = entry.machine.number + 1
             entry.held_since_s = self._monotonic()
-            self._step(entry, Event.STEP)
+            if self._is_unwanted(entry):
+                self._leave(entry)
+            else:
+                self._step(entry, Event.STEP)
         self._settle(entry)
 
     def preempted(self, request_id: str) -> None:
@@ -248,8 +251,11 @@ class GivenPrompts:
     # --- inside
 
     def _is_unwanted(self, entry: _Given) -> bool:
-        """Whether all is computed, nobody has room for it, and a store has it as well."""
+        """Whether all is computed and a store has it as well, and nobody has room for it, or was
+        heard of while it was computed."""
         machine = entry.machine
+        if machine.state is State.PREFILLING:
+            return self._stores and machine.lapsed and entry.committed > 0
         return self._stores and machine.state is State.HOLDING and not machine.acked
 
     def _leaves_at_s(self, entry: _Given) -> float:
@@ -258,8 +264,10 @@ class GivenPrompts:
             return entry.held_since_s + self._settings.hold_s
         if not entry.storing:
             return entry.leaving_since_s
-        in_time_s = (entry.leaving_since_s + entry.lease_end_s) / 2  # to be heard of
-        return min(entry.leaving_since_s + _STORING_S, in_time_s)
+        most_s = entry.leaving_since_s + _STORING_S
+        if entry.machine.lapsed:
+            return most_s
+        return min(most_s, (entry.leaving_since_s + entry.lease_end_s) / 2)  # to be heard of
 
     def _leave(self, entry: _Given) -> None:
         """First the tail is stored, behind the pages that are on their way; the reader is sent
@@ -269,8 +277,10 @@ class GivenPrompts:
             _log.info("request %s: no reader has room for it", request_id)
             entry.leaving_since_s, entry.storing = self._monotonic(), True
             self._reports.leave(request_id)
-        else:
+        elif entry.machine.state is State.HOLDING:
             self._step(entry, Event.RESERVE_DEADLINE)
+        else:
+            self._step(entry, Event.STEP)
 
     def _extend(self, entry: _Given, num_tokens: int, block_ids: Sequence[int]) -> None:
         """Its KV is in the cache up to here: a whole number of blocks but at the end."""
