@@ -111,3 +111,4 @@ def test_every_one_of_these_went_from_worker_to_worker(services: Direct) -> None
     for stage in ("prefill", "decode", "whole"):
         assert services.router.metric("diptych:attempts_total", stage=stage) == 0
     assert services.router.metric("diptych:attempts_failed_total") == 0
+    assert services.decode.metric("diptych:handoff_read_seconds_total") > 0

@@ -510,6 +510,8 @@ async def test_what_became_of_hand_offs_is_shown_in_metrics() -> None:
             num_tokens_received=70,
             num_corrupt=1,
             num_ignored_events=2,
+            read_seconds=1.25,
+            late_seconds=0.5,
             failures={"a checksum is wrong": 1, "no verdict came in time": 2},
         )
         both.decode.engine.say(figures)
@@ -526,6 +528,8 @@ async def test_what_became_of_hand_offs_is_shown_in_metrics() -> None:
             ("diptych:handoff_bytes_total", "direction", "given"): 40 * 64,
             ("diptych:handoff_bytes_total", "direction", "received"): 70 * 64,
             ("diptych:handoff_messages_ignored_total", "why", "no rule"): 2,
+            ("diptych:handoff_read_seconds_total", "model_name", "tiny"): 1.25,
+            ("diptych:handoff_thread_late_seconds_total", "model_name", "tiny"): 0.5,
             ("diptych:handoff_link_bytes_per_second", "transport", "shm"): 3.5e9,
         }
 

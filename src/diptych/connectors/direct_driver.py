@@ -303,6 +303,9 @@ class DirectDriver:
             num_tokens_received=taken.num_tokens,
             num_corrupt=taken.num_corrupt,
             num_ignored_events=given.ignored.total() + taken.ignored.total(),
+            read_seconds=round(self._transfer.counters.read_seconds, 3),
+            # it grows whenever anything waits: coarse, so that it is not told all the time
+            late_seconds=round(self._transfer.counters.late_s, 1),
             failures=dict(taken.failures),
         )
         if now != self._figures and self._port is not None:

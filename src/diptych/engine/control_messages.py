@@ -50,7 +50,9 @@ class HandoffFigures(msgspec.Struct, frozen=True, tag="figures"):
 
     `num_given_to_store` and `num_taken_from_store` are those that prefill gave up holding, and that
     decode was told so of: the KV goes through the store after all. `failures` counts what was not
-    received by why; KV that arrived corrupt is among it, and counted on its own too.
+    received by why; KV that arrived corrupt is among it, and counted on its own too. `read_seconds`
+    is the time that reads took, from their order on, and `late_seconds` by how much the thread that
+    moves bytes ran later than it had asked for.
     """
 
     num_read: int = 0
@@ -62,6 +64,8 @@ class HandoffFigures(msgspec.Struct, frozen=True, tag="figures"):
     num_tokens_received: int = 0
     num_corrupt: int = 0
     num_ignored_events: int = 0
+    read_seconds: float = 0.0
+    late_seconds: float = 0.0
     failures: dict[str, int] = {}
 
 

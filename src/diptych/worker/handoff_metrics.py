@@ -69,7 +69,23 @@ class HandoffCollector(Collector):
             "why",
             {"no rule": figures.num_ignored_events, "dropped": self._peers.num_dropped},
         )
+        yield self._seconds(
+            "diptych:handoff_read_seconds",
+            "Time that reads of peers' memory took, from their order on.",
+            figures.read_seconds,
+        )
+        yield self._seconds(
+            "diptych:handoff_thread_late_seconds",
+            "By how much the thread that moves KV ran later than it had asked for: other threads "
+            "held the interpreter, or the machine was busy.",
+            figures.late_seconds,
+        )
         yield self._links()
+
+    def _seconds(self, name: str, text: str, seconds: float) -> CounterMetricFamily:
+        family = CounterMetricFamily(name, text, labels=LABELS)
+        family.add_metric(self._labels, seconds)
+        return family
 
     def _counter(
         self, name: str, text: str, label: str, values: Mapping[str, int]
