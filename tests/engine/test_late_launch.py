@@ -173,3 +173,9 @@ def test_the_end_of_a_step_that_nobody_saw_is_not_learned_from() -> None:
     times.launched(time.now, decodes=True)
     assert times.end_s == pytest.approx(time.now + STEP_S)
     assert times.most_held_s == pytest.approx(STEP_S / 2)
+    # one that was over before anybody expected it tells that much
+    time.now += STEP_S / 2
+    times.waited(time.now)
+    times.settled()
+    times.launched(time.now, decodes=True)
+    assert times.end_s == pytest.approx(time.now + STEP_S / 2)

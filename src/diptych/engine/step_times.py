@@ -59,8 +59,11 @@ class StepTimes:
         now, step = self._monotonic(), self._steps[0]
         step.ended = True
         seen = now - since_s >= _SEEN_S
+        took_s = now - step.start_s
         if seen and step.is_exact and step.decodes:
-            self._step_s = _smoothed(self._step_s, now - step.start_s)
+            self._step_s = _smoothed(self._step_s, took_s)
+        elif step.is_exact and step.decodes:
+            self._step_s = min(self._step_s, took_s)  # it took less than was expected
         for behind in list(self._steps)[1:]:
             behind.start_s, behind.is_exact = (now, True) if seen else (behind.at_s, False)
 
