@@ -196,8 +196,6 @@ class EngineCore:
             if self._scheduler.has_handed_off:
                 # a prompt takes milliseconds to launch: the token that was sampled, and the word
                 # that KV is there, go first
-                if self._connector is not None:
-                    self._connector.flush()
                 return computed
             if self._hold_until_s(self._monotonic()):
                 return True  # what the step gave goes out meanwhile
@@ -279,6 +277,8 @@ class EngineCore:
             self._times.settled()
         self._scheduler.update(flight.step, output)
         self._note(StepStage.KNOWN, flight.step)
+        if self._scheduler.has_handed_off and self._connector is not None:
+            self._connector.flush()
         return flight.computes
 
     def _note(self, stage: StepStage, step: SchedulerOutput) -> None:
