@@ -33,7 +33,7 @@ def test_a_worker_that_starts_after_redis_came_back_is_found(system: Deployment)
     system.send("decode-0", signal.SIGKILL)
     system.check_right(QUESTIONS[1])
     system.restore()
-    assert ready_workers(system) == [3, 3]
+    until(lambda: ready_workers(system) == [3, 3], "all workers are there")
     system.check_right(QUESTIONS[1])
 
 

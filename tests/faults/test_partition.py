@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import subprocess
+import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 
@@ -16,6 +19,16 @@ pytestmark = [pytest.mark.faults, pytest.mark.timeout(900)]
 
 NET = "10.213"
 QUESTION = QUESTIONS[2]
+FORWARD = Path("/proc/sys/net/ipv4/ip_forward")
+PROBE = """
+import socket, sys
+try:
+    socket.create_connection((sys.argv[1], 9), 20)
+except ConnectionRefusedError:
+    pass
+except OSError:
+    sys.exit(1)
+"""
 
 
 def command(*words: str) -> None:
@@ -71,6 +84,13 @@ class Namespace:
     def unlimit(self) -> None:
         self.run("tc", "qdisc", "del", "dev", f"dpt{self.index}b", "root")
 
+    def reaches(self, address: str) -> bool:
+        """Whether packets come through to an address: nobody listens there, and says so."""
+        python = (sys.executable, "-P", "-c", PROBE, address)
+        return not subprocess.run(
+            ["ip", "netns", "exec", self.name, *python], check=False
+        ).returncode
+
     def remove(self) -> None:
         subprocess.run(["ip", "netns", "del", self.name], check=False, capture_output=True)
         subprocess.run(["ip", "link", "del", f"dpt{self.index}a"], check=False, capture_output=True)
@@ -78,22 +98,30 @@ class Namespace:
 
 @pytest.fixture(scope="module")
 def namespaces() -> Iterator[dict[str, Namespace]]:
+    """That of prefill and that of decode, which reach one another through ours."""
     made = {"prefill": Namespace("diptych-p", 1), "decode": Namespace("diptych-d", 2)}
-    try:
-        for each in made.values():
-            each.remove()
-            each.make()
-        made["decode"].drop(True, "192.0.2.1")
-        made["decode"].drop(False, "192.0.2.1")
-        with open("/proc/sys/net/ipv4/ip_forward", "w") as forward:
-            forward.write("1")
-    except (OSError, subprocess.CalledProcessError) as error:
-        for each in made.values():
-            each.remove()
-        pytest.skip(f"no network namespaces or packet filters may be made here: {error}")
-    yield made
-    for each in made.values():
-        each.remove()
+    with ExitStack() as stack:
+        try:
+            for each in made.values():
+                each.remove()
+                stack.callback(each.remove)
+                each.make()
+            made["decode"].drop(True, "192.0.2.1")
+            made["decode"].drop(False, "192.0.2.1")
+            stack.callback(FORWARD.write_text, FORWARD.read_text())
+            FORWARD.write_text("1")
+        except (OSError, subprocess.CalledProcessError) as error:
+            pytest.skip(f"no network namespaces or packet filters may be made here: {said(error)}")
+        if not made["prefill"].reaches(made["decode"].address):
+            pytest.skip("nothing is forwarded between network namespaces here")
+        yield made
+
+
+def said(error: Exception) -> str:
+    """What a command that failed wrote, or why it could not be run."""
+    if isinstance(error, subprocess.CalledProcessError):
+        return str(error.stderr.decode().strip() or error)
+    return str(error)
 
 
 @pytest.fixture(scope="module")
@@ -127,7 +155,7 @@ def test_a_token_bucket_between_prefill_and_decode_costs_time_only(
     try:
         prefill.limit("2mbit")
     except subprocess.CalledProcessError as error:
-        pytest.skip(f"no rate may be set here: {error.stderr.decode().strip()}")
+        pytest.skip(f"no rate may be set here: {said(error)}")
     try:
         for question in QUESTIONS:
             apart.check_right(question)
@@ -143,8 +171,7 @@ def test_a_partition_between_prefill_and_decode_changes_no_answer(
     apart.wait_handing_over()
     decode, prefill = namespaces["decode"], namespaces["prefill"]
     with apart.pausing("decode", point) as pause, ThreadPoolExecutor(1) as pool:
-        asked = pool.submit(apart.ask, QUESTION)
-        pause.reached()
+        _, asked = pause.reached_by(lambda: pool.submit(apart.ask, QUESTION))
         decode.drop(True, prefill.address)
         try:
             pause.release()
@@ -164,8 +191,7 @@ def test_a_decode_worker_cut_off_from_its_router_is_replaced_or_missed_cleanly(
 ) -> None:
     decode = namespaces["decode"]
     with apart.pausing("decode", "handoff.got_commit") as pause, ThreadPoolExecutor(1) as pool:
-        asked = pool.submit(apart.ask, QUESTION)
-        pause.reached()
+        _, asked = pause.reached_by(lambda: pool.submit(apart.ask, QUESTION))
         decode.drop(True, decode.ours)
         try:
             pause.release()

@@ -33,8 +33,8 @@ def awaited(system: Deployment, hurt: Hurt, victim: str, answer: Future[Answer])
 def check(system: Deployment, hurt: Hurt) -> None:
     """The answer is that of a clean run, or the client is told that there is none."""
     with system.pausing(*hurt.phase) as pause, ThreadPoolExecutor(1) as pool:
-        asked = pool.submit(system.ask, QUESTION)
-        victim = hurt.victim.replace("self", pause.reached())
+        name, asked = pause.reached_by(lambda: pool.submit(system.ask, QUESTION))
+        victim = hurt.victim.replace("self", name)
         if victim.startswith("source"):
             victim = victim.replace("source", system.holder("prefill"))
         system.send(victim, hurt.number)
@@ -67,8 +67,7 @@ def pass_in_peace(system: Deployment, phases: Iterable[Phase]) -> None:
     """So that a phase which is no more cannot leave tests without a fault."""
     for phase in phases:
         with system.pausing(*phase) as pause, ThreadPoolExecutor(1) as pool:
-            asked = pool.submit(system.ask, QUESTION)
-            pause.reached()
+            _, asked = pause.reached_by(lambda: pool.submit(system.ask, QUESTION))
             pause.release()
             answer = asked.result(240)
         assert answer.is_right(system.expected[QUESTION]), phase

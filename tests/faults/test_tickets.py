@@ -125,12 +125,15 @@ async def test_a_ticket_for_an_earlier_life_of_the_worker_is_refused(system: Dep
 
 
 async def test_a_ticket_that_expires_in_the_queue_ends_with_an_error(system: Deployment) -> None:
+    """Another request holds the engine, so that this one waits however soon it came there."""
     async with impostor(system) as router:
         with system.pausing(WORKER, "engine.step") as pause:
-            await router.stub.Submit(router.request("late", ttl_ms=200), timeout=60)
+            await router.stub.Submit(router.request("first"), timeout=60)
             await asyncio.to_thread(pause.reached)
+            await router.stub.Submit(router.request("late", ttl_ms=200), timeout=60)
             assert "time passed" in await router.ended("late")
             pause.release()
+        assert not await router.ended("first")
 
 
 @pytest.mark.parametrize("step_s", [-86_400.0, 86_400.0], ids=["back", "ahead"])

@@ -60,6 +60,10 @@ def attempts(system: Deployment, stage: str) -> float:
     return system.services["router-0"].metric("diptych:attempts_total", stage=stage)
 
 
+def submitted(system: Deployment, name: str) -> float:
+    return system.services[name].metric("diptych:requests_submitted_total")
+
+
 def handed(system: Deployment, name: str) -> float:
     """Prompt tokens whose KV a decode worker was given."""
     return system.services[name].prompt_tokens("external_kv_transfer")
@@ -173,8 +177,7 @@ def test_a_partition_between_prefill_and_decode_changes_no_answer(
     wires: Deployment, point: str
 ) -> None:
     with wires.pausing("decode", point) as pause, ThreadPoolExecutor(1) as pool:
-        asked = pool.submit(wires.ask, QUESTION)
-        pause.reached()
+        _, asked = pause.reached_by(lambda: pool.submit(wires.ask, QUESTION))
         with apart(wires):
             pause.release()
             answer = asked.result(240)
@@ -187,8 +190,8 @@ def test_a_decode_worker_cut_off_from_its_router_is_replaced_or_missed_cleanly(
     wires: Deployment,
 ) -> None:
     with wires.pausing("decode", "handoff.got_commit") as pause, ThreadPoolExecutor(1) as pool:
-        asked = pool.submit(wires.ask, QUESTION)
-        (proxy,) = wires.proxies[pause.reached()]
+        name, asked = pause.reached_by(lambda: pool.submit(wires.ask, QUESTION))
+        (proxy,) = wires.proxies[name]
         proxy.dropping = True
         try:
             pause.release()
@@ -207,7 +210,7 @@ def test_a_redis_that_answers_late_costs_no_request(wires: Deployment) -> None:
         for _ in range(3):
             for question in QUESTIONS:
                 wires.check_right(question)
-        assert router.metric("diptych:workers_ready") == 5
+        until(lambda: router.metric("diptych:workers_ready") == 5, "all workers are there")
     finally:
         proxy.delay_s = 0.0
 
@@ -238,23 +241,21 @@ def test_without_reads_and_store_another_worker_or_decode_computes(wires: Deploy
 
 
 def test_a_prefill_worker_that_is_lost_is_replaced_by_the_other(wires: Deployment) -> None:
+    before = {n: submitted(wires, n) for n in wires.of_role("prefill")}
     with wires.pausing("prefill", "engine.step") as pause, ThreadPoolExecutor(1) as pool:
-        asked = pool.submit(wires.ask, QUESTION)
-        lost = pause.reached()
-        (other,) = {"prefill-0", "prefill-1"} - {lost}
-        before = wires.services[other].metric("diptych:requests_submitted_total")
+        lost, asked = pause.reached_by(lambda: pool.submit(wires.ask, QUESTION))
+        (other,) = before.keys() - {lost}
         with frozen(wires, lost):
             pause.release()
             answer = asked.result(240)
         assert answer.is_right(wires.expected[QUESTION]), answer
-        assert wires.services[other].metric("diptych:requests_submitted_total") > before
+        assert submitted(wires, other) > before[other]
 
 
 def test_without_prefill_workers_decode_computes_by_itself(wires: Deployment) -> None:
     before = attempts(wires, "whole")
     with wires.pausing("prefill", "engine.step") as pause, ThreadPoolExecutor(1) as pool:
-        asked = pool.submit(wires.ask, QUESTION)
-        pause.reached()
+        _, asked = pause.reached_by(lambda: pool.submit(wires.ask, QUESTION))
         with frozen(wires, "prefill-0", "prefill-1"):
             pause.release()
             answer = asked.result(240)
