@@ -17,8 +17,8 @@ NUM_LOGS, LOG_LINES = 12, 60
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:] = [entry for entry in sys.path if Path(entry or os.curdir).resolve() != ROOT]
 os.environ["PYTHONSAFEPATH"] = "1"  # for the service processes that tests start
-# UCX tells peers every address that the host has when it starts. One that goes away meanwhile, with a
-# network namespace of another test, costs the connection and may end the process (docs/transfers.md)
+# UCX tells peers every address that the host has when it starts. One that goes away meanwhile, with
+# a network namespace of another test, costs the connection or ends the process (docs/transfers.md).
 os.environ.setdefault("UCX_NET_DEVICES", "lo")
 if not list(Path("/dev").glob("nvidia[0-9]*")):
     # read when triton is first imported, which a test of something else may do
