@@ -62,7 +62,7 @@ class GetInfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class WorkerInfo(_message.Message):
-    __slots__ = ("worker_id", "incarnation", "role", "model", "kv_namespace", "protocol_version", "max_model_len", "load", "draining", "address", "direct", "handoff_links", "stores", "kv_bytes_per_token")
+    __slots__ = ("worker_id", "incarnation", "role", "model", "kv_namespace", "protocol_version", "max_model_len", "load", "draining", "address", "direct", "handoff_links", "stores", "kv_bytes_per_token", "follows")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
@@ -77,6 +77,7 @@ class WorkerInfo(_message.Message):
     HANDOFF_LINKS_FIELD_NUMBER: _ClassVar[int]
     STORES_FIELD_NUMBER: _ClassVar[int]
     KV_BYTES_PER_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    FOLLOWS_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     incarnation: str
     role: _common_pb2.Role
@@ -91,7 +92,8 @@ class WorkerInfo(_message.Message):
     handoff_links: _containers.RepeatedCompositeFieldContainer[HandoffLink]
     stores: bool
     kv_bytes_per_token: int
-    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., role: _Optional[_Union[_common_pb2.Role, str]] = ..., model: _Optional[str] = ..., kv_namespace: _Optional[str] = ..., protocol_version: _Optional[int] = ..., max_model_len: _Optional[int] = ..., load: _Optional[_Union[WorkerLoad, _Mapping]] = ..., draining: _Optional[bool] = ..., address: _Optional[str] = ..., direct: _Optional[bool] = ..., handoff_links: _Optional[_Iterable[_Union[HandoffLink, _Mapping]]] = ..., stores: _Optional[bool] = ..., kv_bytes_per_token: _Optional[int] = ...) -> None: ...
+    follows: bool
+    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., role: _Optional[_Union[_common_pb2.Role, str]] = ..., model: _Optional[str] = ..., kv_namespace: _Optional[str] = ..., protocol_version: _Optional[int] = ..., max_model_len: _Optional[int] = ..., load: _Optional[_Union[WorkerLoad, _Mapping]] = ..., draining: _Optional[bool] = ..., address: _Optional[str] = ..., direct: _Optional[bool] = ..., handoff_links: _Optional[_Iterable[_Union[HandoffLink, _Mapping]]] = ..., stores: _Optional[bool] = ..., kv_bytes_per_token: _Optional[int] = ..., follows: _Optional[bool] = ...) -> None: ...
 
 class HandoffLink(_message.Message):
     __slots__ = ("incarnation", "transport", "gb_per_s", "failure")
@@ -190,20 +192,22 @@ class KvObject(_message.Message):
     def __init__(self, key: _Optional[bytes] = ..., start_token: _Optional[int] = ..., end_token: _Optional[int] = ..., checksum: _Optional[int] = ..., num_bytes: _Optional[int] = ...) -> None: ...
 
 class KvCommit(_message.Message):
-    __slots__ = ("epoch", "kv_namespace", "num_tokens", "objects", "connector", "num_cached_tokens")
+    __slots__ = ("epoch", "kv_namespace", "num_tokens", "objects", "connector", "num_cached_tokens", "pending")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     KV_NAMESPACE_FIELD_NUMBER: _ClassVar[int]
     NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
     OBJECTS_FIELD_NUMBER: _ClassVar[int]
     CONNECTOR_FIELD_NUMBER: _ClassVar[int]
     NUM_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PENDING_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     kv_namespace: str
     num_tokens: int
     objects: _containers.RepeatedCompositeFieldContainer[KvObject]
     connector: str
     num_cached_tokens: int
-    def __init__(self, epoch: _Optional[int] = ..., kv_namespace: _Optional[str] = ..., num_tokens: _Optional[int] = ..., objects: _Optional[_Iterable[_Union[KvObject, _Mapping]]] = ..., connector: _Optional[str] = ..., num_cached_tokens: _Optional[int] = ...) -> None: ...
+    pending: bool
+    def __init__(self, epoch: _Optional[int] = ..., kv_namespace: _Optional[str] = ..., num_tokens: _Optional[int] = ..., objects: _Optional[_Iterable[_Union[KvObject, _Mapping]]] = ..., connector: _Optional[str] = ..., num_cached_tokens: _Optional[int] = ..., pending: _Optional[bool] = ...) -> None: ...
 
 class RouterMessage(_message.Message):
     __slots__ = ("hello", "ack", "cancel", "handoff_peers")

@@ -11,6 +11,7 @@ from diptych.errors import InvalidRequestError, StaleTicketError
 from diptych.fault_points import reach
 from diptych.proto import kvstore_pb2 as pb
 from diptych.proto import kvstore_pb2_grpc
+from diptych.services.kvstore.arrivals import Arrivals
 from diptych.services.kvstore.checks import Checker
 from diptych.services.kvstore.object_types import Found, Pin, Reservation, Status
 from diptych.services.kvstore.replicator import Replicator
@@ -18,6 +19,7 @@ from diptych.services.kvstore.stats import store_stats
 from diptych.services.kvstore.tiers import Tiers
 
 MAX_BATCH = 4096
+_MAX_WAIT_S = 1.0
 _PINS = {
     pb.PIN_LEVEL_NONE: Pin.NONE,
     pb.PIN_LEVEL_SOFT: Pin.SOFT,
@@ -48,6 +50,7 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServicer):
         self._table = tiers.table
         self._checker = checker
         self._node = node
+        self._arrivals = Arrivals()
 
     async def GetNode(self, request: pb.GetNodeRequest, context: Any) -> pb.StoreNode:
         return pb.StoreNode(
@@ -72,7 +75,10 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServicer):
     async def PutEnd(self, request: pb.PutEndRequest, context: Any) -> pb.PutEndResponse:
         _check_batch(request.items)
         reach("store.put_end")
+        put_ids = [i.put_id for i in request.items]
+        keys = self._table.put_keys(put_ids) if self._arrivals.awaited else []
         statuses = self._tiers.put_end([(i.put_id, i.checksum) for i in request.items])
+        self._arrivals.note(keys)
         return pb.PutEndResponse(statuses=map(_wire, statuses))
 
     async def PutRevoke(self, request: pb.PutRevokeRequest, context: Any) -> pb.PutRevokeResponse:
@@ -82,7 +88,7 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServicer):
     async def Get(self, request: pb.GetRequest, context: Any) -> pb.GetResponse:
         self._check_incarnation(request.incarnation)
         _check_batch(request.keys)
-        found = await self._tiers.get(request.keys, request.lease_ms / 1000)
+        found = await self._get(request)
         reach("store.got")
         return pb.GetResponse(
             results=[
@@ -139,6 +145,21 @@ class KvStoreServicer(kvstore_pb2_grpc.KvStoreServicer):
                 for key in keys
             ]
         )
+
+    async def _get(self, request: pb.GetRequest) -> list[Found]:
+        """As the tiers'. Who waits for objects asks for the same again and again: what is not
+        there yet is no miss."""
+        lease_s = request.lease_ms / 1000
+        if not request.wait_ms:
+            return await self._tiers.get(request.keys, lease_s)
+        present = self._tiers.exists(request.keys)
+        if not any(present):
+            wait_s = min(request.wait_ms / 1000, _MAX_WAIT_S)
+            await self._arrivals.wait(request.keys, wait_s)
+            present = self._tiers.exists(request.keys)
+        there = [key for key, is_there in zip(request.keys, present, strict=True) if is_there]
+        found = iter(await self._tiers.get(there, lease_s)) if there else iter(())
+        return [next(found) if is_there else Found(Status.NOT_FOUND) for is_there in present]
 
     def _check_incarnation(self, wanted: str) -> None:
         if wanted and wanted != self._node.incarnation:

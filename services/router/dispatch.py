@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from diptych.clock import Clock
+from diptych.connectors.store_settings import NAME as STORE_CONNECTOR
 from diptych.connectors.tickets import TicketIssuer
 from diptych.engine.request import EngineCoreRequest
 from diptych.errors import (
@@ -25,6 +26,7 @@ from diptych.errors import (
     UnavailableError,
 )
 from diptych.fault_points import reach
+from diptych.proto import worker_pb2
 from diptych.services.router.declined import Declined
 from diptych.services.router.frames import one_line
 from diptych.services.router.inbox import Inbox
@@ -214,13 +216,7 @@ class Dispatcher:
         options = list(self._options(job, ready))
         if not options:
             return None
-        request = PickRequest(
-            request_id=job.request.request_id,
-            num_prompt_tokens=len(job.request.prompt_token_ids),
-            num_output_tokens=job.route.num_tokens,
-            priority=job.request.priority,
-        )
-        picked = self._picker.pick(options, request)
+        picked = self._picker.pick(options, _pick_request(job))
         link = ready[picked.worker.key]
         if picked.partner is not None:
             return _Choice(link, picked.stage, ready[picked.partner.key])
@@ -275,6 +271,17 @@ class Dispatcher:
         job.before_token_1 = link.num_tokens_in_flight + num_tokens
         job.asked_at = self._clock.monotonic()
         reach("router.submit")
+        refusals = await self._submit_all(job, links, messages)
+        if refusals:
+            # what can never run is said at once, whoever says it
+            return min(refusals, key=lambda r: not isinstance(r.error, InvalidRequestError))
+        self._metrics.attempts.labels(stage=attempt.stage.value).inc()
+        return None
+
+    async def _submit_all(
+        self, job: _Job, links: list[WorkerLink], messages: list[worker_pb2.SubmitRequest]
+    ) -> list[_Refusal]:
+        """Those that refused."""
         results = await asyncio.gather(
             *(each.submit(m, job.inbox) for each, m in zip(links, messages, strict=True)),
             return_exceptions=True,
@@ -285,16 +292,43 @@ class Dispatcher:
                 refusals.append(_Refusal(each, result))
             elif result is not None:
                 raise result
+        return refusals
+
+    async def _have_followed(self, job: _Job, attempt: Attempt) -> Attempt:
+        """Prefill has sampled token 1: decode may begin to load what it stores. Where none does,
+        the hand-off is after the commit."""
+        ready = {link.key: link for link in self._members.with_room(job.num_tokens)}
+        options = [
+            Option(ready[key], stage) for key, stage in job.route.followers(ready.values()).items()
+        ]
+        if not options:
+            return attempt
+        link = ready[self._picker.pick(options, _pick_request(job)).worker.key]
+        part = job.route.follow(link.key, len(job.request.prompt_token_ids), STORE_CONNECTOR)
+        messages = Submission(
+            request=job.request,
+            attempt=part,
+            links=[link],
+            prefill_incarnation=job.prefill_incarnation,
+            deadline=job.deadline,
+        ).messages(self._tickets, self._clock)
+        job.links[link.key] = link
+        reach("router.submit")
+        refusals = await self._submit_all(job, [link], messages)
         if refusals:
-            # what can never run is said at once, whoever says it
-            return min(refusals, key=lambda r: not isinstance(r.error, InvalidRequestError))
-        self._metrics.attempts.labels(stage=attempt.stage.value).inc()
-        return None
+            logger.info("%s on %s: %s", job.request.request_id, link.address, refusals[0].error)
+            del job.links[link.key]
+            job.route.unfollow()
+        else:
+            self._metrics.attempts.labels(stage=part.stage.value).inc()
+        assert job.route.attempt is not None
+        return job.route.attempt
 
     async def _follow(self, job: _Job, attempt: Attempt) -> AsyncGenerator[Step, None]:
         """Steps of one attempt until it finishes, hands over or is lost."""
         route = job.route
         wait_until = self._clock.monotonic() + self._times.first_token_s
+        asked = False
         while True:
             now = self._clock.monotonic()
             event = await job.inbox.get(min(wait_until, job.deadline) - now)
@@ -318,6 +352,9 @@ class Dispatcher:
                 yield step
                 if step.outcome in _ENDS:
                     return
+            if attempt.stage is Stage.PREFILL and not (asked or route.awaits_token):
+                asked = True
+                attempt = await self._have_followed(job, attempt)
             if not route.awaits_token:
                 wait_until = job.deadline
             if route.awaits_handoff:
@@ -337,8 +374,9 @@ class Dispatcher:
             return
         way = _WAYS.get(attempt.stage, "none")
         self._metrics.handoff_gap.labels(way=way).observe(now - job.token_1_at)
-        if attempt.stage is Stage.DECODE:
-            per_token = job.links[attempt.worker_key].kv_bytes_per_token if job.links else 0
+        if attempt.stage in (Stage.DECODE, Stage.FOLLOWED):
+            link = job.links.get(attempt.decode_key or attempt.worker_key)
+            per_token = 0 if link is None else link.kv_bytes_per_token
             num_bytes = per_token * len(job.request.prompt_token_ids)
             self._paces.stored(num_bytes, now - job.token_1_at)
         job.token_1_at = None
@@ -356,7 +394,10 @@ class Dispatcher:
             self._release(job, attempt, ended=worker_key)
         elif outcome is Outcome.TAKEN_OVER:
             self._count_handoff(attempt, "done")
-            self._release(job, attempt, attempt.worker_key, ended=worker_key)
+            if attempt.stage is Stage.PAIR:
+                self._release(job, attempt, attempt.worker_key, ended=worker_key)
+        elif outcome is Outcome.STORED:
+            self._release(job, attempt, worker_key, ended=worker_key)
         elif outcome in _ENDS:
             if worker_key == attempt.decode_key and not job.route.kv_arrived(attempt):
                 # its first word was its last, and prefill has not said yet that all was read
@@ -410,5 +451,19 @@ class Dispatcher:
             self._release(job, attempt)
 
 
-_WAYS = {Stage.PAIR: "direct", Stage.PREFILL: "store", Stage.DECODE: "store"}
+def _pick_request(job: _Job) -> PickRequest:
+    return PickRequest(
+        request_id=job.request.request_id,
+        num_prompt_tokens=len(job.request.prompt_token_ids),
+        num_output_tokens=job.route.num_tokens,
+        priority=job.request.priority,
+    )
+
+
+_WAYS = {
+    Stage.PAIR: "direct",
+    Stage.PREFILL: "store",
+    Stage.FOLLOWED: "store",
+    Stage.DECODE: "store",
+}
 _ENDS = (Outcome.FINISHED, Outcome.HANDED_OVER, Outcome.LOST)

@@ -41,6 +41,11 @@ class RoutableWorker(Protocol):
         """Whether its KV can go through a store, or come from one."""
         ...
 
+    @property
+    def follows(self) -> bool:
+        """Whether it can load KV from the store while that is being stored."""
+        ...
+
     def reads(self, incarnation: str) -> float | None:
         """GB/s of its link to that worker; None until the link has passed its test."""
         ...

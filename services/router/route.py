@@ -1,7 +1,9 @@
 """Where one request is: who computes it and what the client has. Pure: no time and no I/O.
 
 A request is a chain of *attempts*, each with its own epoch: prefill with hand-off, decode on handed
-KV, one worker alone, or a *pair*: prefill and decode at once, decode reading prefill's memory.
+KV, one worker alone, or a *pair*: prefill and decode at once, decode reading prefill's memory. With
+token 1 a prefill may get a *follower*: decode, which loads from the store what prefill has stored
+already, under the same epoch.
 Whatever a worker says under another epoch than the current one is dropped. Positions are released
 in order, each once, so that an attempt may repeat or resume freely.
 """
@@ -10,7 +12,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from diptych.connectors.store_settings import NAME as STORE_CONNECTOR
@@ -34,6 +36,8 @@ class Stage(enum.Enum):
     """Do all that is left on one worker."""
     PAIR = "pair"
     """Prefill and decode at once: decode reads the KV from prefill as it is computed."""
+    FOLLOWED = "followed"
+    """Prefill has sampled token 1 and stores the KV, decode loads it as it is stored."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +83,8 @@ class Outcome(enum.Enum):
     HANDED_OVER = "handed over"
     TAKEN_OVER = "taken over"
     """The decode worker of a pair goes on by itself: prefill's part is over."""
+    STORED = "stored"
+    """The prefill of a followed attempt has stored the KV: its part is over."""
     FINISHED = "finished"
     LOST = "lost"
 
@@ -133,6 +139,8 @@ class RequestRoute:
         self._early: dict[int, Entry] = {}
         self._taken_over = False
         self._left_to_store = False
+        self._stored = False
+        self._num_followed = 0
         self._reason = "no worker took the request"
 
     @property
@@ -162,12 +170,12 @@ class RequestRoute:
         if attempt is None or self.awaits_token:
             return False
         return attempt.stage is Stage.PREFILL or (
-            attempt.stage is Stage.PAIR and not self._taken_over
+            attempt.decode_key is not None and not self._taken_over
         )
 
     def kv_arrived(self, attempt: Attempt) -> bool:
         """Whether decode has gone on from the KV of an attempt, which may be over."""
-        if attempt.stage is Stage.PAIR:
+        if attempt.decode_key is not None:
             return self._taken_over
         return attempt.stage is Stage.DECODE and len(self._tokens) > self._num_given(attempt)
 
@@ -249,7 +257,7 @@ class RequestRoute:
             commit = None
         self._namespace = worker.kv_namespace
         self._early.clear()
-        self._taken_over = self._left_to_store = False
+        self._taken_over = self._left_to_store = self._stored = False
         self._attempt = Attempt(
             worker_key=worker.key,
             stage=stage,
@@ -260,6 +268,49 @@ class RequestRoute:
         )
         return self._attempt
 
+    def followers(self, workers: Iterable[RoutableWorker]) -> dict[str, Stage]:
+        """Decode workers that may follow the current attempt, in the form of `options`: its prefill
+        has sampled its token, and stores the KV."""
+        attempt = self._attempt
+        if attempt is None or attempt.stage is not Stage.PREFILL or self.awaits_token:
+            return {}
+        return {
+            worker.key: Stage.DECODE
+            for worker in workers
+            if worker.role is Role.DECODE
+            and worker.follows
+            and worker.key not in self._excluded
+            and worker.kv_namespace == self._namespace
+        }
+
+    def follow(self, worker_key: str, num_prompt_tokens: int, connector: str) -> Attempt:
+        """One that `followers` gave follows the current attempt; returns its own part."""
+        attempt = self._attempt
+        assert attempt is not None
+        self._num_followed = num_prompt_tokens
+        self._attempt = replace(attempt, stage=Stage.FOLLOWED, decode_key=worker_key)
+        return Attempt(
+            worker_key=worker_key,
+            stage=Stage.DECODE,
+            epoch=attempt.epoch,
+            output_token_ids=tuple(self._tokens),
+            commit=KVCommit(
+                epoch=attempt.epoch,
+                kv_namespace="",
+                num_tokens=num_prompt_tokens,
+                objects=[],
+                connector=connector,
+                num_cached_tokens=self._num_cached_tokens,
+                pending=True,
+            ),
+        )
+
+    def unfollow(self) -> None:
+        """The follower did not take its part: its prefill goes on as before."""
+        attempt = self._attempt
+        assert attempt is not None
+        self._attempt = replace(attempt, stage=Stage.PREFILL, decode_key=None)
+
     def fail(self, reason: str, worker_key: str | None = None) -> None:
         """The current attempt came to nothing; its worker is left out of the next one. Of a pair it
         is the worker that is named; without a name the two are no pair again."""
@@ -267,7 +318,8 @@ class RequestRoute:
         if attempt is not None and attempt.stage is Stage.PAIR and worker_key is None:
             self._failed_pairs.add(attempt.keys)
         elif attempt is not None:
-            self._excluded.add(worker_key or attempt.worker_key)
+            late = attempt.decode_key if self._stored else None
+            self._excluded.add(worker_key or late or attempt.worker_key)
         self._attempt = None
         self._failures_left -= 1
         self._reason = reason
@@ -303,6 +355,8 @@ class RequestRoute:
         if attempt is None or worker_key not in attempt.keys or attempt.epoch != entry.epoch:
             return Step(Outcome.STALE, None)
         if self._is_over(attempt, worker_key):
+            if attempt.stage is Stage.FOLLOWED and self._note_stored(entry):
+                return Step(Outcome.STORED, None)
             return Step(Outcome.STALE, None)
         if (fault := self._fault(entry)) is not None:
             self.fail(f"{worker_key} {fault}", worker_key)
@@ -349,7 +403,8 @@ class RequestRoute:
         commit = entry.commit
         if attempt.stage is Stage.PAIR and commit and not commit.num_tokens:
             return "hand-off: decode did not take the KV"
-        if attempt.stage is Stage.PREFILL and commit and commit.num_tokens and not commit.objects:
+        stores = attempt.stage in (Stage.PREFILL, Stage.FOLLOWED)
+        if stores and commit and commit.num_tokens and not commit.objects:
             return "the commit does not say where the KV lies"
         return None
 
@@ -361,12 +416,20 @@ class RequestRoute:
     def _is_over(self, attempt: Attempt, worker_key: str) -> bool:
         """Whether this is the prefill of a pair whose decode goes on without it: it has all, or
         was sent to the store. If it did not hear so, it will say that the hand-off failed."""
-        goes_on = self._taken_over or (self._left_to_store and not self.awaits_token)
+        left = self._stored or (self._left_to_store and not self.awaits_token)
+        goes_on = self._taken_over or left
         return goes_on and worker_key == attempt.worker_key
+
+    def _note_stored(self, entry: Entry) -> bool:
+        """Keep what an entry says of where the KV lies, if it does."""
+        if entry.commit is None:
+            return False
+        self._commit, self._commit_namespace = entry.commit, self._namespace
+        return True
 
     def _outcome(self, attempt: Attempt, worker_key: str, entry: Entry) -> Outcome:
         hands_over = attempt.stage is Stage.PREFILL or (
-            attempt.stage is Stage.PAIR and worker_key == attempt.worker_key
+            attempt.decode_key is not None and worker_key == attempt.worker_key
         )
         num_tokens = max(len(self._tokens), entry.first_position + len(entry.token_ids))
         ends = entry.finish_reason is FinishReason.STOP or (
@@ -377,10 +440,18 @@ class RequestRoute:
         if ends:
             return Outcome.FINISHED
         if attempt.stage is Stage.PREFILL:
-            if entry.commit is not None:
-                self._commit, self._commit_namespace = entry.commit, self._namespace
+            self._note_stored(entry)
             if self._commit is not None and num_tokens > self._num_given(attempt):
                 return Outcome.HANDED_OVER
+        if attempt.stage is Stage.FOLLOWED and not self._taken_over:
+            if worker_key == attempt.decode_key:
+                self._taken_over = bool(entry.token_ids)
+                return Outcome.TAKEN_OVER if self._taken_over else Outcome.CONTINUE
+            if entry.commit is not None:
+                self._note_stored(entry)
+                # what is not in the store the follower would wait for: it begins again, knowing
+                self._stored = entry.commit.num_tokens >= self._num_followed
+                return Outcome.STORED if self._stored else Outcome.HANDED_OVER
         if attempt.stage is Stage.PAIR and not self._taken_over:
             if worker_key == attempt.decode_key:
                 self._taken_over = bool(entry.token_ids)

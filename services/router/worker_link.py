@@ -147,6 +147,11 @@ class WorkerLink:
         """Whether its KV can go through a store, or come from one."""
         return self.info.stores
 
+    @property
+    def follows(self) -> bool:
+        """Whether it can load KV from the store while that is being stored."""
+        return self.info.follows
+
     def reads(self, incarnation: str) -> float | None:
         """GB/s of its link to that worker; None until the link has passed its test."""
         return self._readable.get(incarnation)

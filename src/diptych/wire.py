@@ -80,6 +80,7 @@ def commit_to_proto(commit: KVCommit) -> worker_pb2.KvCommit:
         num_tokens=commit.num_tokens,
         connector=commit.connector,
         num_cached_tokens=commit.num_cached_tokens,
+        pending=commit.pending,
         objects=[
             worker_pb2.KvObject(
                 key=o.key,
@@ -94,7 +95,8 @@ def commit_to_proto(commit: KVCommit) -> worker_pb2.KvCommit:
 
 
 def commit_from_proto(message: worker_pb2.KvCommit, *, may_be_direct: bool = False) -> KVCommit:
-    """A checked commit. One of a direct hand-off, where that may be, names no objects.
+    """A checked commit. One that is pending, or of a direct hand-off, where that may be, names no
+    objects.
 
     Raises:
         InvalidRequestError: the objects do not cover [0, num_tokens) in order without gaps.
@@ -114,7 +116,8 @@ def commit_from_proto(message: worker_pb2.KvCommit, *, may_be_direct: bool = Fal
         if item.start_token != position or item.end_token <= position or len(item.key) != 32:
             raise InvalidRequestError("the commit's objects have a gap", param="handoff_in")
         position = item.end_token
-    if position != message.num_tokens and not (may_be_direct and not objects):
+    names_none = not objects and (may_be_direct or message.pending)
+    if (position != message.num_tokens and not names_none) or (message.pending and objects):
         raise InvalidRequestError("the commit's objects do not reach its end", param="handoff_in")
     return KVCommit(
         epoch=message.epoch,
@@ -123,6 +126,7 @@ def commit_from_proto(message: worker_pb2.KvCommit, *, may_be_direct: bool = Fal
         objects=objects,
         connector=message.connector,
         num_cached_tokens=message.num_cached_tokens,
+        pending=message.pending,
     )
 
 

@@ -53,6 +53,14 @@ def consumer(request_id: str, tokens: Sequence[int], commit: KVCommit) -> Reques
     )
 
 
+def follower(request_id: str, tokens: Sequence[int]) -> Request:
+    """A request that goes on with token 1 while its prompt is being stored."""
+    commit = KVCommit(
+        epoch=1, kv_namespace="", num_tokens=len(tokens), objects=[], connector="", pending=True
+    )
+    return consumer(request_id, tokens, commit)
+
+
 def make_layout(
     block_size: int, num_blocks: int = 40, dtype: str = "float32", head_dim: int = 4
 ) -> KVLayout:

@@ -32,9 +32,13 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         self.pause_at: int | None = None  # position before which every request waits
         self.resume = asyncio.Event()
         self.commits = True
+        self.num_stored: int | None = None  # tokens of the prompt, if not all
+        self.stored = asyncio.Event()  # the commit waits for it
+        self.stored.set()
         self.leaves_to_store = False  # the KV of a pair
         self.direct = False
         self.stores = True
+        self.follows = False
         self.failure = ""  # of all its links
         self.reads: list[FakeWorker] = []  # whose memory it can read, tested
         self.peers: list[str] = []  # incarnations that the router told it of
@@ -107,6 +111,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
             address=self.address,
             direct=self.direct,
             stores=self.stores,
+            follows=self.follows,
             handoff_links=[
                 worker_pb2.HandoffLink(
                     incarnation=f"{w.worker_id}-{w.life}",
@@ -183,6 +188,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
                 ends = LENGTH
             await self.say(request, position, [self.script[position]], finish=ends)
             if request.handoff_out:
+                await self.stored.wait()
                 if self.commits and not ends:
                     await self.say(request, position + 1, [], commit=True)
                 return
@@ -215,6 +221,8 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         extra = worker_pb2.EntryExtra(entry=0)
         if commit:
             extra.commit.CopyFrom(_commit(request, leaves_to_store=self.leaves_to_store))
+            if self.num_stored is not None:
+                extra.commit.num_tokens = extra.commit.objects[0].end_token = self.num_stored
         if failure:
             extra.handoff_failed = failure
         if token_ids and request.sampling.HasField("logprobs"):

@@ -208,6 +208,30 @@ def test_batches_of_many_objects_keep_their_order(client: StoreClient) -> None:
     assert [taken[i] for i in range(300)] == list(objects.values())
 
 
+def test_a_read_waits_for_the_first_of_what_is_not_there_yet(client: StoreClient) -> None:
+    """Which is no miss: who waits asks for it again."""
+    keys, taken = [key() for _ in range(3)], dict[int, bytes]()
+    before = client.ask("GetStats", pb.GetStatsRequest())
+    asked: list[GetResult] = []
+
+    def read() -> None:
+        take = lambda i, view: taken.__setitem__(i, bytes(view))  # noqa: E731
+        while not any(r.outcome is Outcome.OK for r in asked):
+            asked[:] = client.get_many(keys, take, wait_s=0.5)
+
+    reading = threading.Thread(target=read)
+    reading.start()
+    put(client, {keys[1]: b"second"})
+    reading.join(60)
+    outcomes = [Outcome.NOT_FOUND, Outcome.OK, Outcome.NOT_FOUND]
+    assert ([r.outcome for r in asked], taken) == (outcomes, {1: b"second"})
+    after = client.ask("GetStats", pb.GetStatsRequest())
+    assert (after.misses_total, after.hits_total) == (before.misses_total, before.hits_total + 1)
+    assert client.get_many([key()], lambda i, view: None, wait_s=0.001) == [
+        GetResult(Outcome.NOT_FOUND)
+    ]
+
+
 def test_memory_and_stream_show_the_same_bytes(node: Node) -> None:
     memory, stream = (patient(node.address, transport=t) for t in ("memory", "stream"))
     first, second = {key(): os.urandom(50_000)}, {key(): os.urandom(50_000)}

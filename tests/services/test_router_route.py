@@ -28,6 +28,7 @@ class Worker:
     incarnation: str = "1"
     direct: bool = False
     stores: bool = True
+    follows: bool = False
 
     def reads(self, incarnation: str) -> float | None:
         return None
@@ -279,3 +280,112 @@ def test_positions_are_released_in_order_each_once(events: list[tuple[str, int, 
             epochs.append(route.begin(A1, Stage.WHOLE).epoch)
     assert seen == list(range(100, 100 + len(seen)))
     assert all(later == earlier + 1 for earlier, later in pairwise(epochs))
+
+
+FOLLOWER, SECOND = (
+    Worker("d1", Role.DECODE, follows=True),
+    Worker("d2", Role.DECODE, follows=True),
+)
+
+
+def followed(num_prompt_tokens: int = 5, max_tokens: int = 10) -> RequestRoute:
+    """A request whose token 1 has come from p1, and which d1 follows."""
+    route = RequestRoute(max_tokens)
+    route.begin(P1, Stage.PREFILL)
+    assert route.followers([FOLLOWER]) == {}, "there is nothing to go on with"
+    assert route.on_entry("p1", entry(1, 0, 11)).outcome is Outcome.CONTINUE
+    assert route.followers([P2, FOLLOWER, D2, A1]) == {"d1": Stage.DECODE}
+    part = route.follow("d1", num_prompt_tokens, "StoreConnector")
+    assert (part.stage, part.epoch, part.output_token_ids) == (Stage.DECODE, 1, (11,))
+    assert part.commit is not None
+    assert part.commit.pending
+    assert not part.commit.objects
+    assert part.commit.num_tokens == num_prompt_tokens
+    assert route.attempt is not None
+    assert route.attempt.keys == ("p1", "d1")
+    assert route.followers([SECOND]) == {}, "one is enough"
+    return route
+
+
+def test_a_follower_of_another_namespace_or_an_older_version_is_none() -> None:
+    route = RequestRoute(max_tokens=10)
+    route.begin(P1, Stage.PREFILL)
+    route.on_entry("p1", entry(1, 0, 11))
+    other = Worker("d3", Role.DECODE, kv_namespace="other", follows=True)
+    assert route.followers([D1, other]) == {}
+
+
+def test_a_follower_goes_on_whether_or_not_the_commit_came_before() -> None:
+    route = followed()
+    assert route.awaits_handoff
+    assert route.on_entry("p1", entry(1, 1, commit=COMMIT)).outcome is Outcome.STORED
+    assert route.awaits_handoff
+    step = route.on_entry("d1", entry(1, 1, 12))
+    assert (step.outcome, step.released and step.released.token_ids) == (Outcome.TAKEN_OVER, [12])
+    assert not route.awaits_handoff
+    assert route.on_entry("d1", entry(1, 2, 13, finish_reason=FinishReason.STOP)).outcome is (
+        Outcome.FINISHED
+    )
+
+    route = followed()
+    assert route.on_entry("d1", entry(1, 1, 12)).outcome is Outcome.TAKEN_OVER
+    assert route.on_entry("p1", entry(1, 1, commit=COMMIT)).outcome is Outcome.STORED
+    # which whoever comes after d1 may load
+    assert route.on_lost("d1", "gone")
+    assert route.options([P2, FOLLOWER, SECOND]) == {"d2": Stage.DECODE}
+    assert route.begin(SECOND, Stage.DECODE).commit == COMMIT
+
+
+def test_a_commit_that_is_short_of_the_prompt_begins_the_follower_anew() -> None:
+    """It would wait for what never comes."""
+    route = followed(num_prompt_tokens=6)
+    assert route.on_entry("p1", entry(1, 1, commit=COMMIT)).outcome is Outcome.HANDED_OVER
+    assert route.options([P2, FOLLOWER]) == {"d1": Stage.DECODE}
+    attempt = route.begin(FOLLOWER, Stage.DECODE)
+    assert (attempt.epoch, attempt.commit, attempt.output_token_ids) == (2, COMMIT, (11,))
+    assert route.on_entry("d1", entry(1, 1, 12)).outcome is Outcome.STALE
+
+
+def test_a_prefill_that_is_lost_is_missed_until_its_kv_is_stored_or_taken() -> None:
+    route = followed()
+    assert route.on_lost("p1", "gone")
+    assert route.attempt is None
+    assert route.options([P1, P2, FOLLOWER]) == {"p2": Stage.PREFILL}
+
+    route = followed()
+    route.on_entry("p1", entry(1, 1, commit=COMMIT))
+    assert not route.on_lost("p1", "gone")
+
+    route = followed()
+    route.on_entry("d1", entry(1, 1, 12))
+    assert not route.on_lost("p1", "gone")
+    assert route.on_entry("p1", entry(1, 1, error="late")).outcome is Outcome.STALE
+
+
+def test_a_follower_that_is_lost_or_silent_is_left_out_of_what_comes_next() -> None:
+    for with_commit in (False, True):
+        route = followed()
+        if with_commit:
+            route.on_entry("p1", entry(1, 1, commit=COMMIT))
+        assert route.on_lost("d1", "gone")
+        stage = Stage.DECODE if with_commit else Stage.PREFILL
+        assert route.options([P1, FOLLOWER, SECOND]) == (
+            {"d2": stage} if with_commit else {"p1": stage}
+        )
+    route = followed()
+    route.on_entry("p1", entry(1, 1, commit=COMMIT))
+    route.fail("nothing came")
+    assert route.options([FOLLOWER, SECOND]) == {"d2": Stage.DECODE}
+
+
+def test_a_follower_that_refuses_leaves_its_prefill_as_it_was() -> None:
+    route = followed()
+    route.unfollow()
+    assert route.on_entry("p1", entry(1, 1, commit=COMMIT)).outcome is Outcome.HANDED_OVER
+    assert route.options([FOLLOWER]) == {"d1": Stage.DECODE}
+
+
+def test_a_follower_that_ends_at_once_has_finished() -> None:
+    route = followed(max_tokens=2)
+    step = route.on_entry("d1", entry(1, 1, 12, finish_reason=FinishReason.LENGTH))
+    assert step.outcome is Outcome.FINISHED

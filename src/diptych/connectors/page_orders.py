@@ -16,7 +16,8 @@ class LoadOrder:
     """Bring tokens [start_token, end_token) of a request from `objects` into its blocks.
 
     Without `checksums_known` an object is what the store has under its key: found there, not named
-    by a commit. `told_s` is when the request arrived, on the monotonic clock.
+    by a commit. With `follows` the objects are being stored, and each is awaited. `told_s` is when
+    the request arrived, on the monotonic clock.
     """
 
     request_id: str
@@ -25,6 +26,7 @@ class LoadOrder:
     objects: list[KVObject]
     block_ids: list[int]
     checksums_known: bool = True
+    follows: bool = False
     told_s: float = 0.0
 
 
@@ -87,11 +89,15 @@ class PageStore(Protocol):
         ...
 
     def get_many(
-        self, items: Sequence[tuple[bytes, int]], sink: Callable[[int, memoryview], object]
+        self,
+        items: Sequence[tuple[bytes, int]],
+        sink: Callable[[int, memoryview], object],
+        wait_s: float = 0.0,
     ) -> list[int | None]:
         """Read objects by (key, bytes). `sink(i, view)` takes the bytes of object i out of a view
         that ends with the call, or begins to and returns what waits for the end; any thread may
         call it, and again for one that is read anew.
+        Where none of the objects is there, it waits up to `wait_s` for one.
 
         Returns:
             xxh3-64 of the bytes that the sink was shown last, None unless those were the whole

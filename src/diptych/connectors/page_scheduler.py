@@ -10,6 +10,7 @@ from diptych.connectors.page_orders import LoadOrder, PageMetadata, SaveOrder
 from diptych.connectors.pages import (
     PageObject,
     TokenRange,
+    object_ranges,
     overlapping,
     plan_objects,
     token_bytes,
@@ -26,6 +27,7 @@ class Tracked:
     found: list[KVObject] | None = None
     found_by_commit: bool = True
     tail_end: int = 0  # of what may be found; 0: only whole pages are looked for
+    follows: bool = False
     num_beside: int = 0  # of what was found, computed while the rest is loaded
     num_cached_tokens: int | None = None
     load_ordered: bool = False
@@ -87,7 +89,8 @@ class PageConnectorScheduler(KVConnectorScheduler):
                 end_token=wanted.end,
                 objects=overlapping(tracked.found, wanted),
                 block_ids=list(block_ids),
-                checksums_known=tracked.found_by_commit,
+                checksums_known=tracked.found_by_commit and not tracked.follows,
+                follows=tracked.follows,
                 told_s=tracked.told_s,
             )
         )
@@ -133,6 +136,8 @@ class PageConnectorScheduler(KVConnectorScheduler):
         if params is None or params.commit is None:
             return []
         commit = params.commit
+        if commit.pending:
+            return self._named(request, num_computed_tokens, commit.num_tokens)
         if commit.kv_namespace != request.prefix_hash(0).hex():
             return []
         objects = []
@@ -141,6 +146,21 @@ class PageConnectorScheduler(KVConnectorScheduler):
                 break
             objects.append(item)
         return objects
+
+    def _named(self, request: RequestView, start: int, end: int) -> list[KVObject]:
+        """The objects of a prompt that is being stored, named by its own tokens."""
+        self._track(request).follows = True
+        objects = [
+            KVObject(
+                key=request.prefix_hash(r.end),
+                start_token=r.start,
+                end_token=r.end,
+                checksum=0,
+                num_bytes=(r.end - r.start) * self._token_bytes,
+            )
+            for r in object_ranges(end)
+        ]
+        return overlapping(objects, TokenRange(start, end))
 
     def _names_our_tokens(self, request: RequestView, item: KVObject) -> bool:
         """Whether the object's name and size are those of the request's own tokens."""

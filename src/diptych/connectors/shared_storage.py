@@ -13,6 +13,7 @@ import logging
 import os
 import secrets
 import struct
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -75,8 +76,13 @@ class FileStore:
         return [self._put(item) for item in items]
 
     def get_many(
-        self, items: Sequence[tuple[bytes, int]], sink: Callable[[int, memoryview], object]
+        self,
+        items: Sequence[tuple[bytes, int]],
+        sink: Callable[[int, memoryview], object],
+        wait_s: float = 0.0,
     ) -> list[int | None]:
+        if wait_s and not any(self.path(key).exists() for key, _ in items):
+            time.sleep(wait_s)
         checksums = []
         for index, (key, num_bytes) in enumerate(items):
             buffer = memoryview(bytearray(num_bytes))

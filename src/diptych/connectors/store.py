@@ -8,6 +8,7 @@ from typing import Protocol
 from diptych.connectors.page_orders import Outgoing
 from diptych.connectors.store_results import GetResult, Outcome, PutItem, PutResult
 from diptych.connectors.store_session import Sink
+from diptych.errors import TransferError
 
 
 class Client(Protocol):
@@ -17,7 +18,11 @@ class Client(Protocol):
         self, items: Sequence[PutItem], timeout_s: float | None = None, tenant: str = ""
     ) -> list[PutResult]: ...
     def get_many(
-        self, keys: Sequence[bytes], sink: Sink, timeout_s: float | None = None
+        self,
+        keys: Sequence[bytes],
+        sink: Sink,
+        timeout_s: float | None = None,
+        wait_s: float = 0.0,
     ) -> list[GetResult]: ...
     def pools(self) -> list[memoryview]: ...
     def close(self) -> None: ...
@@ -44,12 +49,17 @@ class ServiceStore:
         return checksums
 
     def get_many(
-        self, items: Sequence[tuple[bytes, int]], sink: Callable[[int, memoryview], object]
+        self,
+        items: Sequence[tuple[bytes, int]],
+        sink: Callable[[int, memoryview], object],
+        wait_s: float = 0.0,
     ) -> list[int | None]:
         def take(index: int, view: memoryview) -> object:
             return sink(index, view) if view.nbytes == items[index][1] else None
 
-        results = self._client.get_many([key for key, _ in items], take)
+        results = self._client.get_many([key for key, _ in items], take, wait_s=wait_s)
+        if wait_s and all(r.outcome is Outcome.UNAVAILABLE for r in results):
+            raise TransferError("the KV store does not answer")  # nothing is to be waited for
         return [
             r.checksum if r.outcome is Outcome.OK and r.num_bytes == num_bytes else None
             for r, (_, num_bytes) in zip(results, items, strict=True)

@@ -124,14 +124,19 @@ class StoreClient:
         return done or [PutResult(Outcome.UNAVAILABLE)] * len(written.results)
 
     def get_many(
-        self, keys: Sequence[bytes], sink: Sink, timeout_s: float | None = None
+        self,
+        keys: Sequence[bytes],
+        sink: Sink,
+        timeout_s: float | None = None,
+        wait_s: float = 0.0,
     ) -> list[GetResult]:
         """Read objects; results in order. `sink(i, view)` copies object i out of a read-only view
         that ends with the call, or begins to and returns what waits for the end. What it took is
         valid only if result i is OK: lease and checksum are verified after the read. A lost store
-        is as in `put_many`; what `sink` raises is raised.
+        is as in `put_many`; what `sink` raises is raised. Where none of a batch is there, the node
+        waits up to `wait_s` for one.
         """
-        return self._get(keys, sink, None, timeout_s)
+        return self._get(keys, sink, None, timeout_s, wait_s)
 
     def get_into(
         self, keys: Sequence[bytes], targets: Sequence[memoryview], timeout_s: float | None = None
@@ -158,13 +163,14 @@ class StoreClient:
         sink: Sink,
         targets: Sequence[memoryview] | None,
         timeout_s: float | None,
+        wait_s: float = 0.0,
     ) -> list[GetResult]:
         until = self._until(timeout_s)
         results: list[GetResult] = []
         starts = range(0, len(keys), _BATCH_ITEMS)
         line = Pipeline(
             [keys[start : start + _BATCH_ITEMS] for start in starts],
-            lambda session, batch: session.ask_get(batch, until),
+            lambda session, batch: session.ask_get(batch, until, wait_s),
         )
         for start, batch in zip(starts, line.batches, strict=True):
             into = partial(_sink_at, sink, start)

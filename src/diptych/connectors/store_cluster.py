@@ -116,13 +116,18 @@ class StoreCluster:
         )
 
     def get_many(
-        self, keys: Sequence[bytes], sink: Sink, timeout_s: float | None = None
+        self,
+        keys: Sequence[bytes],
+        sink: Sink,
+        timeout_s: float | None = None,
+        wait_s: float = 0.0,
     ) -> list[GetResult]:
         """Read objects. Sinks may be called from several threads at once, and again for an object
         that is read from another node."""
 
         def get(client: StoreClient, at: list[int], left_s: float) -> list[GetResult]:
-            return client.get_many([keys[i] for i in at], lambda i, v: sink(at[i], v), left_s)
+            wanted = [keys[i] for i in at]
+            return client.get_many(wanted, lambda i, v: sink(at[i], v), left_s, wait_s)
 
         def again(result: GetResult, at: int) -> bool:
             if result.outcome is Outcome.OK:

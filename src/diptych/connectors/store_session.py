@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -171,9 +172,12 @@ class StoreSession:
             self._calls.forget(stub.PutRevoke, pb.PutRevokeRequest(put_ids=unwritten))
         return Written(results, granted, checksums, published, damaged)
 
-    def ask_get(self, keys: Sequence[bytes], until: float) -> Ahead:
-        """Find and lease a batch, without waiting for the answer."""
-        request = pb.GetRequest(keys=keys, incarnation=self._incarnation)
+    def ask_get(self, keys: Sequence[bytes], until: float, wait_s: float = 0.0) -> Ahead:
+        """Find and lease a batch, without waiting for the answer; where none of it is there, the
+        node waits so long for one."""
+        request = pb.GetRequest(
+            keys=keys, incarnation=self._incarnation, wait_ms=math.ceil(wait_s * 1000)
+        )
         return Ahead(self._calls.begin(self._calls.stub.Get, request, until), time.monotonic())
 
     def found(self, ahead: Ahead, num_keys: int) -> Sequence[pb.GetResult]:

@@ -50,12 +50,17 @@ class TransferLimits:
 
 @dataclass(slots=True)
 class Load:
-    """A load under way: `valid` tokens from position 0 hold so far. Times are for `PageTimes`."""
+    """A load under way: `valid` tokens from position 0 hold so far. One that follows has objects
+    that are `awaited`, came forward last at `moved_s`, and says `again` if it wants another turn.
+    Other times are for `PageTimes`."""
 
     order: LoadOrder
     deadline_s: float
     valid: int
     aborted: bool = False
+    awaited: list[KVObject] = field(default_factory=list)
+    moved_s: float = 0.0
+    again: bool = False
     ordered_s: float = 0.0
     begun_s: float = 0.0
     read_s: float = 0.0

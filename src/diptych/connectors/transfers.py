@@ -1,4 +1,5 @@
-"""The transfer thread of a page connector: one at a time, loads before saves.
+"""The transfer thread of a page connector: one at a time, loads before saves. A load of what is
+being stored takes what is there, and its turn again.
 
 It owns the store's client. A store that failed is left alone for a while and then opened anew;
 until then transfers end at once, as failures. Whatever happens, every load and every hand-off is
@@ -42,6 +43,8 @@ T = TypeVar("T")
 
 # how soon it is noticed without a transfer that a node is gone
 _LOOK_S = 1.0
+# so long one load that has nothing to take keeps others from the thread
+_FOLLOW_S = 0.004
 
 
 class Transfers:
@@ -63,6 +66,8 @@ class Transfers:
         self._wake = threading.Condition()
         self._loads: deque[Load] = deque()
         self._saves: deque[Save] = deque()
+        self._followers: deque[Load] = deque()
+        self._saves_turn = False
         self._live_loads: dict[str, Load] = {}
         self._sendings: dict[str, Sending] = {}
         self._staged_bytes = 0
@@ -93,7 +98,7 @@ class Transfers:
         """Queue a load; where the queue is full it has failed."""
         with self._wake:
             self._live_loads[load.order.request_id] = load
-            if len(self._loads) < self._limits.max_queued_transfers:
+            if len(self._loads) + len(self._followers) < self._limits.max_queued_transfers:
                 self._loads.append(load)
                 self._wake.notify()
             else:
@@ -167,23 +172,35 @@ class Transfers:
     def _run(self) -> None:
         while True:
             with self._wake:
-                if not (self._loads or self._saves or self._closing):
+                if not (self._loads or self._saves or self._followers or self._closing):
                     self._wake.wait(_LOOK_S)
-                load = self._loads.popleft() if self._loads else None
-                save = self._saves.popleft() if load is None and self._saves else None
+                job = self._next()
                 is_over = self._closing
-            if load is not None:
-                self._guarded(self._load, load)
+            if isinstance(job, Load):
+                job.again = False
+                self._guarded(self._follow if job.order.follows else self._load, job)
                 with self._wake:
-                    self._report_load(load)
-            elif save is not None:
-                self._guarded(self._save, save)
-                self._finish_save(save)
+                    if job.again and not self._closing:
+                        self._followers.append(job)
+                    else:
+                        self._report_load(job)
+            elif job is not None:
+                self._guarded(self._save, job)
+                self._finish_save(job)
             elif is_over:
                 break
             else:
                 self._let_go()
         self._close_store()
+
+    def _next(self) -> Load | Save | None:
+        """Under the lock. New loads first; then saves, and loads that wait for more, in turns."""
+        if self._loads:
+            return self._loads.popleft()
+        self._saves_turn = not self._saves_turn
+        if self._saves and (self._saves_turn or not self._followers):
+            return self._saves.popleft()
+        return self._followers.popleft() if self._followers else None
 
     def _let_go(self) -> None:
         """Nothing moves: what is registered of the pool of a node that is gone keeps its memory."""
@@ -233,6 +250,34 @@ class Transfers:
                 num_bytes = sum(item.num_bytes for item in batch)
                 self._rates().loaded(num_bytes, self._clock.monotonic() - began)
 
+    def _follow(self, load: Load, store: PageStore) -> None:
+        """Take what is there of what is being stored. The rest is awaited, unless nothing has come
+        for long: the request computes it then."""
+        now = self._clock.monotonic()
+        if not load.moved_s:
+            load.awaited, load.begun_s, load.moved_s = list(load.order.objects), now, now
+        if load.aborted or self._is_late(load.deadline_s):
+            return
+        batch = next(batches(load.awaited, self._copier.token_bytes, LOAD_BYTES))
+        with self._wake:
+            wait_s = 1e-3 if self._loads or self._saves else _FOLLOW_S
+        reach("load.begin")
+        self._copier.reach(store.pools())
+        take = partial(self._take, load, batch, [_wanted(load.order, item) for item in batch])
+        read = store.get_many([(o.key, o.num_bytes) for o in batch], take, wait_s)
+        reach("load.end")
+        come = {
+            item.key
+            for item, checksum in zip(batch, read, strict=True)
+            if checksum is not None and self._arrived(load.order, item, checksum)
+        }
+        left = load.awaited = [item for item in load.awaited if item.key not in come]
+        load.valid = max(load.valid, left[0].start_token if left else load.order.end_token)
+        now = self._clock.monotonic()
+        load.moved_s = now if come else load.moved_s
+        is_stuck = now - load.moved_s > self._limits.transfer_timeout_s / 2
+        load.again = bool(left) and not (load.aborted or is_stuck)
+
     def _take(
         self,
         load: Load,
@@ -272,10 +317,10 @@ class Transfers:
         self._output.finished_recving.add(request_id)
         if load.valid < load.order.end_token:
             self._output.failed_recving[request_id] = load.valid
-            if load.begun_s and not load.aborted:
+            if load.begun_s and not (load.aborted or load.order.follows):
                 wanted = sum(item.num_bytes for item in load.order.objects)
                 self._rates().failed(wanted, self._clock.monotonic() - load.begun_s)
-        elif load.order.checksums_known:
+        elif load.order.checksums_known or load.order.follows:
             self._times.valid(load, self._clock.monotonic())
 
     def _save(self, save: Save, store: PageStore) -> None:

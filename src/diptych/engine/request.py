@@ -40,7 +40,8 @@ class KVObject(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class KVCommit(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a prompt's KV lies: objects in token order without gaps from position 0."""
+    """Where a prompt's KV lies: objects in token order without gaps from position 0. One that is
+    `pending` names none: they are being stored, under the names that the prompt gives them."""
 
     epoch: int
     kv_namespace: str
@@ -48,6 +49,7 @@ class KVCommit(msgspec.Struct, frozen=True, kw_only=True):
     objects: list[KVObject]
     connector: str
     num_cached_tokens: int = 0
+    pending: bool = False
 
 
 class HandoffPeer(msgspec.Struct, frozen=True, kw_only=True):

@@ -96,6 +96,10 @@ def _transfer(message: worker_pb2.SubmitRequest) -> KVTransferParams | None:
         return KVTransferParams(epoch=message.ticket.epoch, do_remote_decode=True)
     if message.HasField("handoff_in"):
         commit = commit_from_proto(message.handoff_in)
+        if commit.pending and commit.num_tokens > len(message.prompt_token_ids):
+            raise InvalidRequestError(
+                "the commit has more tokens than the prompt", param="handoff_in"
+            )
         return KVTransferParams(epoch=message.ticket.epoch, commit=commit)
     return None
 

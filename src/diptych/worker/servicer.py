@@ -124,6 +124,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
             direct=self._peers.direct,
             handoff_links=self._peers.links(),
             stores=self._stores,
+            follows=self._stores,
             kv_bytes_per_token=self._engine.info.kv_bytes_per_token,
         )
 
