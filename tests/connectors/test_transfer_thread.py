@@ -12,6 +12,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from diptych.connectors.transports import self_test
 from diptych.connectors.transports.base import Endpoint, ReadFailure, ReadState, Runs
 from diptych.connectors.transports.choose import TransportSettings, open_transports
 from diptych.connectors.transports.links import MARGIN, LinkState
@@ -112,6 +113,25 @@ def test_the_fastest_transport_that_passes_its_test_is_taken(
     assert report.state is LinkState.READY
     assert report.bandwidth_gb_per_s == link.gb_per_s[fastest] > 0
     assert report.failures == {}
+
+
+@pytest.mark.parametrize("name", ["shm", "tcp"])
+def test_a_host_tests_a_probe_of_the_size_of_a_gpus(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    memory = HostMemory.shared(MIB)
+    with monkeypatch.context() as gpu:
+        gpu.setattr(self_test, "HOST_PROBE_BYTES", self_test.DEVICE_PROBE_BYTES)
+        source = TransferThread(open_transports([name]), memory, "source")
+    worker = Worker(name)
+    try:
+        worker.thread.connect("p", source.start())
+        until(lambda: worker.thread.links()["p"].state is not LinkState.TESTING)
+        report = worker.thread.links()["p"]
+        assert (report.state, report.failures) == (LinkState.READY, {})
+    finally:
+        worker.thread.close()
+        source.close()
 
 
 def test_a_transport_that_fails_its_test_is_passed_over(worker: Worker, source: Source) -> None:

@@ -1,13 +1,13 @@
-"""CUDA IPC: between GPUs of one host over NVLink or PCIe, by one kernel of the reader's a read.
+"""CUDA IPC: between GPUs of one host over NVLink or PCIe, by the reader's copy engines or a kernel.
 
 The reader maps the source's pool and copies out of it, so the source has nothing to do and nothing
-of it is ever written. Compared with UCX's use of the same mapping (through NIXL), which gives every
-run to a copy engine: runs of a few KiB move as fast as long ones, and a read ends microseconds
-after its last byte (docs/decisions/0019).
+of it is ever written. Compared with UCX's use of the same mapping (through NIXL): all runs of a
+read are one call, short ones move nearly as fast as long ones, and a read ends microseconds after
+its last byte (docs/decisions/0019).
 
-A kernel that runs cannot be called back: a read that is cancelled or late stays QUARANTINED until
-its event is over, which takes milliseconds. A source that died leaves its memory to its readers
-until they unmap it; whether what they read is valid is decided by its verdict, as ever.
+A copy that was begun cannot be called back: a read that is cancelled or late stays QUARANTINED
+until its event is over, which takes milliseconds. A source that died leaves its memory to its
+readers until they unmap it; whether what they read is valid is decided by its verdict, as ever.
 """
 
 from __future__ import annotations
@@ -34,11 +34,13 @@ from diptych.connectors.transports.base import (
     Transport,
 )
 from diptych.connectors.transports.cuda_ipc_memory import (
+    ENGINE_RUN_BYTES,
     HANDLE_BYTES,
     CudaPeerMemory,
     PeerMemory,
 )
 from diptych.connectors.transports.orders import Mark
+from diptych.connectors.transports.self_test import LANDING
 from diptych.errors import TransferError
 
 _log = logging.getLogger(__name__)
@@ -49,8 +51,9 @@ _MIN_TICK_S = 20e-6
 _MAX_TICK_S = 1e-3
 _LATENESS = 16
 _CLOSE_S = 5.0
-# the kernel has a form for each power of two of these, and one for what lies at odd addresses
-WARM_SIZES = (1, 1 << 10, 1 << 11, 1 << 12, 1 << 13, 1 << 14)
+# the kernel has a form for each power of two of these, and one for what lies at odd addresses; the
+# last is for copy engines
+WARM_SIZES = (1, 1 << 10, 1 << 11, 1 << 12, 1 << 13, 1 << 14, ENGINE_RUN_BYTES)
 _PROCESS = uuid.uuid4().hex
 
 
@@ -219,14 +222,18 @@ class CudaIpcTransport(Transport):
             _log.error("reads over CUDA IPC do not end; their memory stays mapped")
 
     def _warm_up(self) -> None:
-        """Compile the kernel before a peer's time runs: copy runs of all sizes onto themselves."""
+        """Compile the kernel before a peer's time runs, and see whether the engines take batches:
+        copy runs of all sizes within the region that tests write."""
+        if LANDING not in self._regions:
+            return
         assert self._memory is not None
-        for memory, _ in list(self._regions.values())[:1]:
-            for size in WARM_SIZES:
-                runs = Runs.of([(0, 0, min(size, memory.num_bytes))])
-                mark = self._memory.copy(memory.address, memory.address, runs)
-                while not mark.query():
-                    time.sleep(_MIN_TICK_S)
+        landing, _ = self._regions[LANDING]
+        half = landing.num_bytes // 2
+        for size in WARM_SIZES:
+            runs = Runs.of([(0, half, min(size, half))])
+            mark = self._memory.copy(landing.address, landing.address, runs)
+            while not mark.query():
+                time.sleep(_MIN_TICK_S)
 
     def _ended(self, handle: _IpcRead) -> None:
         self._reads.discard(handle)

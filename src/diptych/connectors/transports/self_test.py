@@ -30,6 +30,8 @@ PROBE = "probe"
 LANDING = "landing"
 HOST_PROBE_BYTES = 4 << 20
 DEVICE_PROBE_BYTES = 32 << 20
+# of either: the checksum is of all of a probe
+LANDING_BYTES = DEVICE_PROBE_BYTES
 FRAGMENTS = 64
 
 
@@ -49,7 +51,7 @@ class Probe:
         pattern = np.random.Generator(np.random.SFC64(list(seed))).bytes(size)
         probe = fresh_memory(device, size)
         probe.store(0, memoryview(pattern))
-        return cls(probe, fresh_memory(device, size), xxhash.xxh3_64_intdigest(pattern))
+        return cls(probe, fresh_memory(device, LANDING_BYTES), xxhash.xxh3_64_intdigest(pattern))
 
     def close(self) -> None:
         """Give the descriptors of host memory back."""
