@@ -145,25 +145,20 @@ def _measure(
 
 
 def _read(thread: TransferThread, case: Case, name: str) -> float:
-    """Seconds from the order to its result."""
+    """Seconds from the order to its result, as the transfer thread counts them."""
     order = ReadOrder(
         read_id=f"{case.name}/{name}",
         peer_id="source",
         runs=case.runs,
         deadline_s=time.monotonic() + _READ_DEADLINE_S,
     )
-    start_s = time.perf_counter()
     thread.read(order)
-    _wait(thread, case.name)
-    return time.perf_counter() - start_s
-
-
-def _wait(thread: TransferThread, name: str) -> None:
     while not (results := thread.take_results()):
         time.sleep(20e-6)
     [result] = results
     if result.state is not ReadState.DONE:
-        raise TransferError(f"{name}: {result.failure}: {result.detail}")
+        raise TransferError(f"{case.name}: {result.failure}: {result.detail}")
+    return result.seconds
 
 
 def _cases(args: argparse.Namespace) -> Iterator[Case]:

@@ -45,11 +45,11 @@ from diptych.errors import TransferError
 
 _log = logging.getLogger(__name__)
 
-# a read is looked at first when it may have ended, then ever more rarely, at most a sixteenth later
-# than it did end
+# a read is looked at first when the fastest so far would have ended, then ever more rarely: what is
+# seen late is bandwidth that is lost
 _MIN_TICK_S = 20e-6
 _MAX_TICK_S = 1e-3
-_LATENESS = 16
+_LATENESS = 4
 _CLOSE_S = 5.0
 # the kernel has a form for each power of two of these, and one for what lies at odd addresses; the
 # last is for copy engines
@@ -206,10 +206,10 @@ class CudaIpcTransport(Transport):
         if not self._reads:
             return None
         now = self._monotonic()
-        # those that will be over first
-        left_s = min(read.posted_s + read.expected_s - now for read in self._reads)
-        age_s = now - max(read.posted_s for read in self._reads)
-        return min(max(left_s, age_s / _LATENESS, _MIN_TICK_S), _MAX_TICK_S)
+        # of the one that is to be over first, and of the last that was
+        left_s = [read.posted_s + read.expected_s - now for read in self._reads]
+        late_s = min((-left for left in left_s if left <= 0), default=0.0)
+        return min(max(min(left_s), late_s / _LATENESS, _MIN_TICK_S), _MAX_TICK_S)
 
     def close(self) -> None:
         for peer in list(self._peers):
