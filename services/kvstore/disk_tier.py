@@ -146,6 +146,18 @@ class DiskTier:
 
     # --- down
 
+    async def flush(self, limit_s: float) -> int:
+        """Write what only memory has, what was used last first, whether or not it is used often;
+        returns how many objects came to disk. What finds no room or time stays behind."""
+        before = len(self.index)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(limit_s):
+                # one after another: each is admitted by the room that those before it have left
+                for key in self._table.last_used_first():
+                    if key not in self.index and time.monotonic() >= self._full_until:
+                        await self._write(key)
+        return len(self.index) - before
+
     def _enqueue(self, key: bytes) -> None:
         if self._queue.full() or time.monotonic() < self._full_until:
             self.counters.drops_total += 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import secrets
 import time
 from contextlib import AsyncExitStack
@@ -30,7 +31,10 @@ from diptych.services.kvstore.servicer import KvStoreServicer, NodeAddresses
 from diptych.services.kvstore.stream import StreamServer
 from diptych.services.kvstore.tiers import Tiers
 
+_log = logging.getLogger(__name__)
+
 _HOUSEKEEPING_S = 0.5
+_RETIRE_LOOK_S = 0.02
 
 
 def run(config: KVStoreConfig, redis_config: RedisConfig) -> None:
@@ -81,6 +85,7 @@ async def serve(config: KVStoreConfig, redis_config: RedisConfig, stop: asyncio.
             config.host, config.admin_port, registry=metrics, ready=membership.status
         )
         await stack.enter_async_context(admin)
+        stack.push_async_callback(_retire, tiers, config.drain_s)
         await membership.enter(stack, rpc.port, admin.port)
         await _keep_house(tiers, rpc, membership, stop)
         await rpc.set_serving(False)
@@ -98,6 +103,18 @@ async def _keep_house(
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_HOUSEKEEPING_S):
                 await stop.wait()
+
+
+async def _retire(tiers: Tiers, limit_s: float) -> None:
+    """The node has left the registry. What only its memory has goes to disk, and who reads or
+    writes may end."""
+    until = time.monotonic() + limit_s
+    if tiers.disk is not None:
+        num_kept = await tiers.disk.flush(limit_s)
+        _log.info("%d objects of memory went to disk", num_kept)
+    while (tiers.table.num_leases or tiers.table.num_puts) and time.monotonic() < until:
+        await asyncio.sleep(_RETIRE_LOOK_S)
+        tiers.table.expire()
 
 
 def _make_table(config: KVStoreConfig, pool_bytes: int) -> ObjectTable:

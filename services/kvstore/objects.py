@@ -269,6 +269,10 @@ class ObjectTable:
         """Key and bytes of every complete object."""
         return {key: o.num_bytes for key, o in self._objects.items()}
 
+    def last_used_first(self) -> list[bytes]:
+        """Keys of complete objects; first those that would be evicted last."""
+        return [o.key for o in sorted(self._objects.values(), key=lambda o: o.rank, reverse=True)]
+
     def places(self) -> Iterator[Place]:
         """Every complete object; the table must not change meanwhile."""
         return map(_place, self._objects.values())

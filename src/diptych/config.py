@@ -240,6 +240,9 @@ class KVStoreConfig:
     ssd_path: str | None = _flag(None, "folder of the disk tier; none: memory only")
     ssd_bytes: int = _flag(16 * GIB, "most bytes of the disk tier")
     ssd_min_uses: int = _flag(2, "uses after which an object goes to disk; its put is the first")
+    drain_s: float = _flag(
+        5.0, "seconds that SIGTERM gives readers to end, and the disk to take what memory has"
+    )
 
     def __post_init__(self) -> None:
         if self.pool_bytes < 1 * MIB:
@@ -254,7 +257,7 @@ class KVStoreConfig:
         if not 0.0 < self.tenant_quota <= 1.0:
             raise ConfigError(f"tenant_quota must be in (0, 1], not {self.tenant_quota}")
         check_positive(self, "put_ttl_s", "lease_s", "ssd_bytes", "ssd_min_uses")
-        check_not_negative(self, "hot_reads_per_s")
+        check_not_negative(self, "hot_reads_per_s", "drain_s")
         check_ports(self, "port", "stream_port", "admin_port")
         check_address("advertise_address", self.advertise_address)
 

@@ -217,6 +217,55 @@ def test_a_killed_node_comes_back_with_its_files_and_its_name(tmp_path: Path) ->
         client.close()
 
 
+def test_a_node_that_is_told_to_stop_keeps_on_disk_what_its_memory_has(tmp_path: Path) -> None:
+    """Each was used once only, and would never go to disk by itself."""
+    objects = {key(): os.urandom(50_000) for _ in range(20)}
+    with running_node(ssd_path=str(tmp_path), drain_s=60.0) as node:
+        client = patient(node.address)
+        put(client, objects)
+        assert num_on_disk(node) == 0
+        client.close()
+    with running_node(ssd_path=str(tmp_path)) as node:
+        client = patient(node.address)
+        until(lambda: num_on_disk(node) == 20)
+        results, taken = get(client, list(objects))
+        assert {r.outcome for r in results} == {Outcome.OK}
+        assert list(taken.values()) == list(objects.values())
+        client.close()
+
+
+def test_what_was_used_last_goes_to_disk_first_where_there_is_little_room(tmp_path: Path) -> None:
+    old, new = key(), key()
+    data = os.urandom(60_000)
+    room = {"ssd_path": str(tmp_path), "ssd_bytes": 100_000}
+    with running_node(**room, drain_s=60.0) as node:
+        client = patient(node.address)
+        put(client, {old: data})
+        put(client, {new: data})
+        client.close()
+    with running_node(**room) as node:
+        until(lambda: num_on_disk(node) == 1)
+        assert list(control(node).Exists(pb.ExistsRequest(keys=[old, new])).present) == [
+            False,
+            True,
+        ]
+
+
+def test_a_reader_may_end_before_a_node_that_is_told_to_stop(tmp_path: Path) -> None:
+    with running_node(drain_s=60.0) as node:
+        client, stub, name = patient(node.address), control(node), key()
+        put(client, {name: b"a" * 100})
+        [found] = stub.Get(pb.GetRequest(keys=[name])).results
+        node.process.terminate()
+        time.sleep(0.3)
+        ours = [found.lease_id]
+        held = stub.VerifyLease(pb.VerifyLeaseRequest(lease_ids=ours))
+        assert list(held.statuses) == [pb.ITEM_STATUS_OK]
+        stub.Release(pb.ReleaseRequest(lease_ids=ours))
+        assert node.process.wait(60) == 0
+        client.close()
+
+
 def test_a_flipped_byte_on_disk_is_a_miss_and_the_file_goes(tmp_path: Path) -> None:
     name, other = key(), key()
     with running_node(ssd_path=str(tmp_path), ssd_min_uses=1) as node:
