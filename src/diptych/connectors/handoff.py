@@ -280,6 +280,8 @@ PREFILL_ROWS: list[Row] = [
     *_row((S.PREFILLING, S.HOLDING), E.REPEAT, None, A.ANNOUNCE),
     *_row(S.STORED, E.REPEAT, None, A.SEND_STORED),
     *_row((S.PREFILLING, S.HOLDING, S.STORED), E.ACK, None, A.NOTE_ACK),
+    # of an announcement that was repeated, as each RENEW has it
+    *_row(S.FREED, E.ACK, None),
     *_row((S.PREFILLING, S.HOLDING), E.RENEW, None, A.EXTEND_LEASE),
     *_row(S.HOLDING, E.READ_DONE, S.FREED, A.KEEP_VALID, A.ANSWER, A.FREE),
     *_row((S.STORED, S.FREED), E.READ_DONE, None, A.ANSWER),
