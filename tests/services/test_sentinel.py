@@ -88,7 +88,13 @@ def serving(tmp_path: Path, ports: list[int]) -> Iterator[Servers]:
     auth = f'AUTH "{PASSWORD}"'
     with ExitStack() as stack:
         master = stack.enter_context(process("--port", str(first), *common))
-        until(lambda: "PONG" in said(first, auth))
+        ids: list[str] = []
+
+        def has_id() -> bool:
+            ids.extend(re.findall(r"run_id:(\w+)", said(first, auth, "INFO server")))
+            return bool(ids)
+
+        until(has_id)
         replica = ["--port", str(second), "--replicaof", f"127.0.0.1 {first}"]
         replica += ["--repl-diskless-sync-delay", "0"]
         stack.enter_context(process(*replica, *common))
@@ -100,8 +106,7 @@ def serving(tmp_path: Path, ports: list[int]) -> Iterator[Servers]:
         until(lambda: str(second) in said(watcher, "SENTINEL REPLICAS directory"))
         silent = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
         hosts = f"127.0.0.1:{silent.getsockname()[1]},127.0.0.1:{watcher}"
-        [run_id] = re.findall(r"run_id:(\w+)", said(first, auth, "INFO server"))
-        yield Servers(master, run_id, f"redis+sentinel://:a%3Ab%40c%2Fd@{hosts}/directory/1")
+        yield Servers(master, ids[0], f"redis+sentinel://:a%3Ab%40c%2Fd@{hosts}/directory/1")
 
 
 def config(url: str) -> RedisConfig:
