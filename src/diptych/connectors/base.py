@@ -106,8 +106,10 @@ class KVLayout:
 
 
 class StepStage(enum.Enum):
-    """What has become of a step: the device has it, its tokens are known, they were sent."""
+    """What has become of a step: its rows are written, the device has it, its tokens are known,
+    they were sent."""
 
+    WRITTEN = enum.auto()
     LAUNCHED = enum.auto()
     KNOWN = enum.auto()
     SENT = enum.auto()
@@ -303,7 +305,8 @@ class KVConnectorScheduler(ABC):
         return None
 
     def note_step(self, stage: StepStage, request_ids: Collection[str]) -> None:
-        """A step that these are in has come so far; at SENT it is those that were KNOWN."""
+        """A step that these are in has come so far; WRITTEN and SENT are of all that wait for it.
+        A step of an engine without overlap is launched and known at once."""
         return
 
     def flush(self) -> None:

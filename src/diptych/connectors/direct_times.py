@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Callable, Collection
 from typing import NamedTuple
@@ -39,10 +40,16 @@ class _Stage(NamedTuple):
 
 
 _NAMES = {
-    StepStage.LAUNCHED: "taken in to launched",
+    StepStage.WRITTEN: "taken in to written",
+    StepStage.LAUNCHED: "written to launched",
     StepStage.KNOWN: "launched to token 2",
     StepStage.SENT: "token 2 to sent",
 }
+
+
+_FOLLOWING = dict(itertools.pairwise(_NAMES))
+# of whoever waits for them: these come without names
+_OF_ALL = (StepStage.WRITTEN, StepStage.SENT)
 
 
 class FirstSteps:
@@ -58,7 +65,7 @@ class FirstSteps:
         """These are taken in: they are in the next step, unless they have ended."""
         now = self._monotonic()
         for request_id in request_ids:
-            self._stages[request_id] = _Stage(StepStage.LAUNCHED, now)
+            self._stages[request_id] = _Stage(StepStage.WRITTEN, now)
 
     def note(self, stage: StepStage, request_ids: Collection[str]) -> None:
         """See `KVConnectorScheduler.note_step`."""
@@ -66,20 +73,18 @@ class FirstSteps:
             return
         now = self._monotonic()
         for request_id, (awaited, since_s) in list(self._stages.items()):
-            if awaited is not stage or not (request_id in request_ids or stage is StepStage.SENT):
+            if awaited is not stage or not (request_id in request_ids or stage in _OF_ALL):
                 continue
             self._times.add(_NAMES[stage], now - since_s)
-            if stage is StepStage.LAUNCHED:
-                self._stages[request_id] = _Stage(StepStage.KNOWN, now)
-            elif stage is StepStage.KNOWN:
-                self._stages[request_id] = _Stage(StepStage.SENT, now)
+            if (following := _FOLLOWING.get(stage)) is not None:
+                self._stages[request_id] = _Stage(following, now)
             else:
                 del self._stages[request_id]
 
     def forget(self, request_id: str) -> None:
         """It has ended. If it is in a step, what that gives is yet to be sent."""
         stage = self._stages.get(request_id)
-        if stage is not None and stage.awaited is StepStage.LAUNCHED:
+        if stage is not None and stage.awaited is StepStage.WRITTEN:
             del self._stages[request_id]
 
 

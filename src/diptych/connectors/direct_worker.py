@@ -10,6 +10,7 @@ from diptych.connectors.base import (
     KVConnectorOutput,
     KVConnectorWorker,
     KVLayout,
+    StepStage,
 )
 from diptych.connectors.direct_driver import DirectDriver
 from diptych.connectors.direct_scheduler import DirectMetadata
@@ -79,6 +80,8 @@ class DirectWorker(KVConnectorWorker):
             self._other.register_kv_caches(kv_cache, layout)
 
     def start_load_kv(self, metadata: KVConnectorMetadata) -> None:
+        if self._driver is not None:
+            self._driver.reports.first_steps.note(StepStage.WRITTEN, ())
         other = self._for_other(metadata)
         if self._other is not None and other is not None:
             self._other.start_load_kv(other)

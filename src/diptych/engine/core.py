@@ -256,7 +256,6 @@ class EngineCore:
         if not (step.num_scheduled_tokens or step.finished_request_ids or self._connector):
             return _Flight(step, _Done(ModelRunnerOutput()))
         if not self._is_async:
-            self._note(StepStage.LAUNCHED, step)
             return _Flight(step, _Done(self._executor.execute_model(step)))
         flight = _Flight(step, self._executor.submit_step(step))
         if flight.computes:
@@ -276,6 +275,8 @@ class EngineCore:
             self._times.waited(since_s)
             self._times.settled()
         self._scheduler.update(flight.step, output)
+        if not self._is_async:
+            self._note(StepStage.LAUNCHED, flight.step)
         self._note(StepStage.KNOWN, flight.step)
         if self._scheduler.has_handed_off and self._connector is not None:
             self._connector.flush()
