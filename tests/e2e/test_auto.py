@@ -160,6 +160,29 @@ def test_a_reader_that_is_too_late_finds_it_in_the_store(
         until(lambda w=worker: w.all_blocks_free, "blocks come back")
 
 
+def test_a_prefill_worker_that_dies_as_it_leaves_its_kv_to_the_store_costs_time_only(
+    system: System,
+) -> None:
+    system.until_paired()
+    expected = system.text(system.direct, salt=8)
+    system.linked.arm("handoff.got_prefill_started")
+    system.prefill.arm("handoff.send_stored")
+    texts: list[str] = []
+    asking = threading.Thread(target=lambda: texts.append(system.text(system.direct, salt=8)))
+    asking.start()
+    until(lambda: system.linked.is_at("handoff.got_prefill_started"), "decode pauses")
+    until(lambda: system.prefill.is_at("handoff.send_stored"), "prefill gives up holding it")
+    system.prefill.kill()
+    system.linked.go_on()
+    asking.join(300)
+    assert texts == [expected]
+    system.prefill.start()
+    system.prefill.wait_ready()
+    system.until_paired()
+    for worker in (system.prefill, system.linked):
+        until(lambda w=worker: w.all_blocks_free, "blocks come back")
+
+
 def test_a_dead_store_is_not_missed_by_a_pair(system: System) -> None:
     expected = system.text(system.direct, salt=5)
     system.store.kill()
