@@ -48,7 +48,7 @@ def test_only_what_is_near_is_worth_a_wait_and_only_in_its_time() -> None:
 
 def test_whoever_is_here_waits_for_nobody() -> None:
     reports = DirectReports()
-    reports.expect("r", coming(hold_s=0.5))
+    reports.expect("r", coming())
     reports.received("s", HandedOver(8, 0))
     assert not reports.hold_until_s(soon())
     reports.await_arrival(soon(), first=True)
