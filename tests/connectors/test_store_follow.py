@@ -214,3 +214,38 @@ def test_a_store_that_is_lost_meanwhile_ends_the_wait(caplog: pytest.LogCaptureF
     until(lambda: not moving._live_loads)
     assert moving.take_output().failed_recving == {"r": 64}
     moving.close()
+
+
+def test_a_load_is_expected_while_its_last_quarter_comes_and_then_taken_by_itself() -> None:
+    clock, store = ManualClock(), SomePages({bytes([i]) * 32 for i in range(2)})
+    moving = Transfers("test", lambda: store, Copier(), PATIENT, clock)  # type: ignore[arg-type]
+    moving.load(awaited_load(1e9))
+    until(lambda: len(store.asked) > 2)
+    assert not moving.is_arriving
+    store.there.add(b"\2" * 32)
+    until(lambda: moving.is_arriving)
+    moving.await_arrival(clock.now, first=False)  # too late already
+    clock.now += 1
+    assert not moving.is_arriving, "it is stuck"
+    moving.await_arrival(1e9, first=False)
+    assert moving.take_arrived() is None
+    store.there.add(b"\3" * 32)
+    until(lambda: not moving._live_loads)
+    arrived = moving.take_arrived()
+    assert arrived is not None
+    assert arrived.finished_recving == {"r"}
+    assert moving.take_arrived() is None
+    assert moving.take_output().empty
+    moving.close()
+
+
+def test_what_did_not_come_whole_is_not_taken_as_arrived() -> None:
+    clock, store = ManualClock(), SomePages(set())
+    moving = Transfers("test", lambda: store, Copier(), PATIENT, clock)  # type: ignore[arg-type]
+    moving.load(awaited_load(1e9))
+    until(lambda: store.asked)
+    clock.now += PATIENT.transfer_timeout_s
+    until(lambda: not moving._live_loads)
+    assert moving.take_arrived() is None
+    assert moving.take_output().finished_recving == {"r"}
+    moving.close()

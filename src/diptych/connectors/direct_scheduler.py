@@ -68,19 +68,31 @@ class DirectScheduler(KVConnectorScheduler):
 
     @property
     def is_expecting(self) -> bool:
-        return self._driver.reports.is_expecting
+        other = self._other is not None and self._other.is_expecting
+        return other or self._driver.reports.is_expecting
 
     def await_arrival(self, until_s: float, *, first: bool) -> None:
-        self._driver.reports.await_arrival(until_s, first=first)
+        reports = self._driver.reports
+        if reports.is_expecting or self._other is None:
+            reports.await_arrival(until_s, first=first)
+        else:
+            self._other.await_arrival(until_s, first=first)
 
     def hold_until_s(self, limit_s: float) -> float:
         return self._driver.reports.hold_until_s(limit_s)
 
     def take_arrived(self) -> KVConnectorOutput | None:
-        return self._driver.reports.take_arrived()
+        ours = self._driver.reports.take_arrived()
+        others = None if self._other is None else self._other.take_arrived()
+        if ours is None or others is None:
+            return ours or others
+        ours.finished_recving |= others.finished_recving
+        return ours
 
     def note_step(self, stage: StepStage, request_ids: Collection[str]) -> None:
         self._driver.reports.first_steps.note(stage, request_ids)
+        if self._other is not None:
+            self._other.note_step(stage, request_ids)
 
     def flush(self) -> None:
         if self._has_told:

@@ -49,6 +49,11 @@ class DirectWorker(KVConnectorWorker):
         the other connector's."""
         return self._driver
 
+    @property
+    def other(self) -> KVConnectorWorker | None:
+        """What moves the KV of requests that have no peer."""
+        return self._other
+
     def register_kv_caches(self, kv_cache: Tensor, layout: KVLayout) -> None:
         """
         Raises:

@@ -44,12 +44,12 @@ def make_scheduler_connector(
     if transfer.kv_connector == DIRECT:
         if not isinstance(worker, DirectWorker):
             raise ConfigError(f"{DIRECT} runs in the process of its worker half only")
-        other = _store_scheduler(layout, transfer) if has_store(extra) else None
+        other = _store_scheduler(layout, transfer, worker.other) if has_store(extra) else None
         if worker.driver is None:
             return other
         return DirectScheduler(worker.driver, namespace, other)
     if transfer.kv_connector == STORE:
-        return _store_scheduler(layout, transfer)
+        return _store_scheduler(layout, transfer, worker)
     return SharedStorageScheduler(
         layout,
         FileStore(place_of(transfer)),
@@ -89,7 +89,9 @@ def _opener(transfer: KVTransferConfig, limits: TransferLimits) -> Callable[[], 
     return lambda: FileStore(place)
 
 
-def _store_scheduler(layout: KVLayout, transfer: KVTransferConfig) -> StoreScheduler:
+def _store_scheduler(
+    layout: KVLayout, transfer: KVTransferConfig, worker: KVConnectorWorker | None
+) -> StoreScheduler:
     settings = StoreSettings.of(transfer.kv_connector_extra_config)
     load_timeout_s = limits_of(transfer).transfer_timeout_s
     costs = LoadCosts(token_bytes(layout), time.monotonic, load_timeout_s)
@@ -103,4 +105,5 @@ def _store_scheduler(layout: KVLayout, transfer: KVTransferConfig) -> StoreSched
         costs,
         write_through=settings.write_through,
         store_decoded=settings.store_decoded,
+        loads=worker.loads if isinstance(worker, PageConnectorWorker) else None,
     )

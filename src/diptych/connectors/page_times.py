@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from diptych.connectors.direct_times import HandoffTimes
+import time
+from collections.abc import Callable
+
+from diptych.connectors.direct_times import FirstSteps, HandoffTimes
 from diptych.connectors.transfer_jobs import Load, Save
 
 
@@ -15,10 +18,13 @@ class PageTimes:
     all of it held, to the request's being taken into a step.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, monotonic: Callable[[], float] = time.monotonic) -> None:
         self._given = HandoffTimes()
         self._taken = HandoffTimes()
         self._untold: dict[str, float] = {}
+        self._stepped = HandoffTimes()
+        # of the thread that steps, and nobody else's
+        self.first_steps = FirstSteps(monotonic, self._stepped)
 
     def stored(self, save: Save, now: float) -> None:
         """The last save of a prompt has ended, and its hand-off is reported."""
@@ -54,5 +60,6 @@ class PageTimes:
         if given := self._given.summary():
             lines.append(f"stored hand-offs, medians: {given}")
         if taken := self._taken.summary():
-            lines.append(f"loaded hand-offs, medians: {taken}")
+            stepped = self._stepped.summary()
+            lines.append(f"loaded hand-offs, medians: {', '.join(filter(None, (taken, stepped)))}")
         return lines

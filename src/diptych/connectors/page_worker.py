@@ -97,6 +97,11 @@ class PageConnectorWorker(KVConnectorWorker):
     def take_sent(self) -> KVConnectorOutput | None:
         return self._registered()[1].take_sent()
 
+    @property
+    def loads(self) -> Transfers:
+        """What the scheduler half may ask of the loads, once the cache is registered."""
+        return self._registered()[1]
+
     def shutdown(self) -> None:
         if self._transfers is not None:
             self._transfers.close()

@@ -8,9 +8,11 @@ request is looked up again: what it had may have been stored.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
+from typing import Protocol
 
-from diptych.connectors.base import KVConnectorOutput, KVLayout, RequestView
+from diptych.connectors.base import KVConnectorOutput, KVLayout, RequestView, StepStage
+from diptych.connectors.direct_times import FirstSteps
 from diptych.connectors.page_costs import LoadCosts
 from diptych.connectors.page_lookup import PrefixLookup
 from diptych.connectors.page_orders import SaveOrder
@@ -21,12 +23,27 @@ from diptych.engine.request import KVObject
 from diptych.hashing import PAGE_TOKENS
 
 
+class Loads(Protocol):
+    """The loads of the worker half, asked from the thread that steps."""
+
+    @property
+    def is_arriving(self) -> bool:
+        """Whether one is about to end."""
+        ...
+
+    @property
+    def first_steps(self) -> FirstSteps: ...
+    def await_arrival(self, until_s: float, *, first: bool) -> None: ...
+    def take_arrived(self) -> KVConnectorOutput | None: ...
+
+
 class StoreScheduler(PageConnectorScheduler):
     """
     Args:
         lookup: None: prefixes are not read from the store.
         write_through: store the pages of prompts that are not handed over, too.
         store_decoded: store the pages of outputs, too, for the next turn of a conversation.
+        loads: those of the worker half, where that is in this process.
     """
 
     def __init__(
@@ -37,13 +54,31 @@ class StoreScheduler(PageConnectorScheduler):
         *,
         write_through: bool = True,
         store_decoded: bool = False,
+        loads: Loads | None = None,
     ) -> None:
         super().__init__(layout)
         self._lookup = lookup
         self._costs = costs
         self._write_through = write_through
         self._store_decoded = store_decoded
+        self._loads = loads
+        self._handed: set[str] = set()
         self._loading: dict[str, int] = {}
+
+    @property
+    def is_expecting(self) -> bool:
+        return self._loads is not None and self._loads.is_arriving
+
+    def await_arrival(self, until_s: float, *, first: bool) -> None:
+        if self._loads is not None:
+            self._loads.await_arrival(until_s, first=first)
+
+    def take_arrived(self) -> KVConnectorOutput | None:
+        return None if self._loads is None else self._loads.take_arrived()
+
+    def note_step(self, stage: StepStage, request_ids: Collection[str]) -> None:
+        if self._loads is not None:
+            self._loads.first_steps.note(stage, request_ids)
 
     def request_added(self, request: RequestView) -> None:
         self._track(request)
@@ -92,10 +127,15 @@ class StoreScheduler(PageConnectorScheduler):
         super().update_state_after_alloc(request, block_ids, num_external_tokens)
         if num_external_tokens:
             self._loading[request.request_id] = num_external_tokens
+            if _has_commit(request):
+                self._handed.add(request.request_id)
 
     def update_connector_output(self, output: KVConnectorOutput) -> None:
         for request_id in output.finished_recving:
             self._loading.pop(request_id, None)
+        if self._loads is not None and (handed := self._handed & output.finished_recving):
+            self._handed -= handed
+            self._loads.first_steps.begin(handed)
         if output.rates is not None:
             self._costs.note(output.rates)
 
@@ -123,6 +163,9 @@ class StoreScheduler(PageConnectorScheduler):
 
     def _forget(self, request_id: str) -> None:
         self._loading.pop(request_id, None)
+        self._handed.discard(request_id)
+        if self._loads is not None:
+            self._loads.first_steps.forget(request_id)
         if self._lookup is not None:
             self._lookup.forget(request_id)
 

@@ -23,6 +23,9 @@ BATCH_OBJECTS = 256
 SAVE_BYTES = 1 << 30
 LOAD_BYTES = 256 << 20
 
+# a load that has not come forward for so long is stuck: nobody waits for its end
+_ARRIVING_S = 0.02
+
 Tokens = TypeVar("Tokens", KVObject, PageObject)
 
 
@@ -52,7 +55,7 @@ class TransferLimits:
 class Load:
     """A load under way: `valid` tokens from position 0 hold so far. One that follows has objects
     that are `awaited`, came forward last at `moved_s`, and says `again` if it wants another turn.
-    Other times are for `PageTimes`."""
+    `num_taken` objects have begun to come, the last at `read_s`. Times are for `PageTimes`, too."""
 
     order: LoadOrder
     deadline_s: float
@@ -61,9 +64,16 @@ class Load:
     awaited: list[KVObject] = field(default_factory=list)
     moved_s: float = 0.0
     again: bool = False
+    num_taken: int = 0
     ordered_s: float = 0.0
     begun_s: float = 0.0
     read_s: float = 0.0
+
+    def is_arriving(self, now: float) -> bool:
+        """Whether its last quarter is on the way, so that all is there within a step or so."""
+        num_objects = len(self.order.objects)
+        is_last = 4 * self.num_taken >= 3 * num_objects
+        return is_last and not self.aborted and now - self.read_s < _ARRIVING_S
 
 
 @dataclass(slots=True)

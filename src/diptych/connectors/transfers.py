@@ -18,6 +18,7 @@ from typing import TypeVar
 
 from diptych.clock import Clock
 from diptych.connectors.base import KVConnectorOutput, TransferRates
+from diptych.connectors.direct_times import FirstSteps
 from diptych.connectors.page_copy import CacheCopier
 from diptych.connectors.page_orders import LoadOrder, Outgoing, PageStore, SaveOrder
 from diptych.connectors.page_times import PageTimes
@@ -63,7 +64,9 @@ class Transfers:
         self._copier = copier
         self._limits = limits
         self._clock = clock
-        self._wake = threading.Condition()
+        lock = threading.RLock()
+        self._wake = threading.Condition(lock)
+        self._news = threading.Condition(lock)
         self._loads: deque[Load] = deque()
         self._saves: deque[Save] = deque()
         self._followers: deque[Load] = deque()
@@ -72,8 +75,9 @@ class Transfers:
         self._sendings: dict[str, Sending] = {}
         self._staged_bytes = 0
         self._output = KVConnectorOutput()
+        self._come: set[str] = set()
         self.stored = StoredObjects(clock.monotonic, limits.trust_stored_s)
-        self._times = PageTimes()
+        self._times = PageTimes(clock.monotonic)
         self._closing = False
         self._store: PageStore | None = None
         self._down_until_s = 0.0
@@ -88,6 +92,29 @@ class Transfers:
     def staged_bytes(self) -> int:
         """Bytes of staged copies that are not stored yet."""
         return self._staged_bytes
+
+    @property
+    def is_arriving(self) -> bool:
+        """Whether a load is about to end."""
+        if not self._live_loads:
+            return False
+        with self._wake:
+            now = self._clock.monotonic()
+            return any(load.is_arriving(now) for load in self._live_loads.values())
+
+    @property
+    def first_steps(self) -> FirstSteps:
+        """Times of requests that were loaded, for the model thread."""
+        return self._times.first_steps
+
+    def await_arrival(self, until_s: float, *, first: bool) -> None:
+        """Return once no load is about to end, or, to wait for the `first`, once one has, or when
+        it is too late."""
+        with self._wake:
+            while self.is_arriving and not (first and self._come):
+                if (left_s := until_s - self._clock.monotonic()) <= 0:
+                    return
+                self._news.wait(left_s)
 
     def sending(self, request_id: str) -> Sending:
         """What is known of the request's prompt, new at its first save."""
@@ -135,11 +162,22 @@ class Transfers:
         """What was reported since the last call."""
         with self._wake:
             output, self._output = self._output, KVConnectorOutput()
+            self._come.clear()
             if not output.empty:
                 now = self._clock.monotonic()
                 self._times.told(output.finished_sending, now)
                 self._times.taken_in(output.finished_recving, now)
         return output
+
+    def take_arrived(self) -> KVConnectorOutput | None:
+        """Hand-offs whose KV has come, whole and valid, and nothing else."""
+        if not self._come:
+            return None
+        with self._wake:
+            arrived, self._come = self._come, set()
+            self._output.finished_recving -= arrived
+            self._times.taken_in(arrived, self._clock.monotonic())
+        return KVConnectorOutput(finished_recving=arrived)
 
     def take_sent(self) -> KVConnectorOutput | None:
         """Hand-offs whose saves have ended, and nothing else."""
@@ -291,7 +329,9 @@ class Transfers:
         if not load.aborted:
             start = batch[index].start_token
             end = self._copier.scatter(view, start, load.order.block_ids, wanted[index])
-            load.read_s = self._clock.monotonic()
+            with self._wake:
+                load.read_s = self._clock.monotonic()
+                load.num_taken += 1
             return end
         return None
 
@@ -321,7 +361,9 @@ class Transfers:
                 wanted = sum(item.num_bytes for item in load.order.objects)
                 self._rates().failed(wanted, self._clock.monotonic() - load.begun_s)
         elif load.order.checksums_known or load.order.follows:
+            self._come.add(request_id)
             self._times.valid(load, self._clock.monotonic())
+        self._news.notify_all()
 
     def _save(self, save: Save, store: PageStore) -> None:
         staged = [item for item in save.order.objects if item.key in save.pages]
