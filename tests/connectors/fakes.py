@@ -11,6 +11,7 @@ from torch import Tensor
 from diptych.connectors.base import KVLayout
 from diptych.connectors.page_copy import CacheCopier
 from diptych.connectors.pages import TokenRange
+from diptych.connectors.store_move import finish
 from diptych.engine.request import KVCommit, KVTransferParams
 from diptych.hashing import HashChain, root_hash
 
@@ -92,7 +93,7 @@ def fetched(copier: CacheCopier, block_ids: Sequence[int], tokens: TokenRange) -
     """The bytes of one object."""
     page = copier.gather(block_ids, tokens)
     view = memoryview(bytearray(page.nbytes))
-    copier.fetch(page, copier.mark(), view)
+    finish(copier.fetch(page, copier.mark(), view))
     return view
 
 
@@ -104,9 +105,7 @@ def scattered(
     wanted: TokenRange,
 ) -> None:
     """An object's tokens in their slots, complete."""
-    end = copier.scatter(view, object_start, block_ids, wanted)
-    if end is not None:
-        end()
+    finish(copier.scatter(view, object_start, block_ids, wanted))
 
 
 def same_kv(

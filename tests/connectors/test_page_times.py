@@ -27,7 +27,7 @@ def test_both_sides_of_a_hand_off_tell_their_stages_once(
     prefill.worker.shutdown()
     told = [record.message for record in caplog.records if "hand-offs, medians" in record.message]
     assert len(told) == 2
-    for stage in ("computed to copied", "copied to stored", "stored to told"):
+    for stage in ("computed to begun", "begun to stored", "stored to told"):
         assert stage in told[0]
     for stage in ("told to ordered", "ordered to begun", "begun to read", "valid to taken in"):
         assert stage in told[1]

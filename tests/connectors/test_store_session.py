@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import socket
@@ -9,17 +10,19 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 
 import pytest
 
 from diptych.connectors.pages import PageObject
-from diptych.connectors.store_move import Move
+from diptych.connectors.store_move import Begun, Move
 from diptych.connectors.store_results import GetResult, Outcome, PutItem
 from diptych.connectors.store_session import ControlCalls, StoreSession
 from diptych.connectors.store_settings import StoreSettings
 from diptych.connectors.store_transport import MappedMover, open_mover
 from diptych.connectors.store_views import leased
 from diptych.connectors.stored_objects import StoredObjects
+from diptych.connectors.xxh3 import xxh3_64
 from diptych.errors import ConfigError, TransferError
 from diptych.proto import kvstore_pb2 as pb
 from tests.services.test_kvstore import MIB, Node, control, get, key, patient, put, running_node
@@ -191,7 +194,7 @@ def moves(fail_at: int = -1, slow_s: float = 0.0) -> tuple[list[Move], list[int]
         done.append(number)
 
     size = MIB
-    made = [Move(n, n * size, size, lambda v, n=n: touch(n, v)) for n in range(20)]
+    made = [Move(n, n * size, size, partial(partial, touch, n)) for n in range(20)]
     return made, done
 
 
@@ -205,7 +208,7 @@ def test_large_batches_are_moved_by_several_threads(monkeypatch: pytest.MonkeyPa
     mover, pool = threaded_mover(monkeypatch)
     work, done = moves()
     later = time.monotonic() + 60
-    checksums = mover.write(work, later, later)
+    checksums = list(mover.write(work, later, later))
     assert sorted(done) == list(range(20))
     assert checksums == mover.read([_reading(m) for m in work], later)
     assert [pool[n * MIB] for n in range(20)] == list(range(20))
@@ -221,11 +224,62 @@ def test_an_error_in_one_thread_waits_for_the_others(monkeypatch: pytest.MonkeyP
     work, done = moves(fail_at=0, slow_s=0.02)
     later = time.monotonic() + 60
     with pytest.raises(ValueError, match="no bytes"):
-        mover.write(work, later, later)
+        list(mover.write(work, later, later))
     count = len(done)
     time.sleep(0.1)
     # room that is given back now is touched by nobody
     assert len(done) == count == 19
+    mover.close()
+
+
+def test_copies_that_go_on_by_themselves_are_begun_in_order_and_looked_at_once_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of a write the bytes are there when the checksum is taken, of a read they need not be."""
+    mover, _ = threaded_mover(monkeypatch)
+    here, begun = threading.current_thread(), []
+    ended = threading.Event()
+
+    def write(number: int, view: memoryview) -> Begun:
+        assert threading.current_thread() is here
+        begun.append(number)
+        return Begun(lambda: view.__setitem__(slice(None), bytes([number]) * len(view)))
+
+    def read(number: int, view: memoryview) -> Begun:
+        begun.append(number)
+        return Begun(ended.wait)
+
+    later = time.monotonic() + 600
+    work = [Move(n, n * MIB, MIB, partial(write, n)) for n in range(20)]
+    with contextlib.closing(mover.write(work, later, later)) as sums:
+        checksums = list(sums)
+    assert begun == list(range(20))
+    assert checksums == [xxh3_64(bytes([n]) * MIB) for n in range(20)]
+    ended.set()
+    work = [Move(n, n * MIB, MIB, partial(read, n)) for n in range(20)]
+    assert mover.read(work, later) == checksums
+    mover.close()
+
+
+def test_who_looks_at_some_of_a_write_waits_for_all_that_was_begun(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    mover, _ = threaded_mover(monkeypatch)
+    work, done = moves(slow_s=0.02)
+    later = time.monotonic() + 600
+    with contextlib.closing(mover.write(work, later, later)) as sums:
+        next(sums)
+    assert len(done) == 20
+    mover.close()
+
+
+def test_what_is_left_of_a_write_is_not_begun_too_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    mover, _ = threaded_mover(monkeypatch)
+    until, here = time.monotonic() + 60, threading.current_thread()
+    work = [Move(n, n * MIB, MIB, lambda view: partial(pytest.fail, "late")) for n in range(20)]
+    in_time = lambda: 0.0 if threading.current_thread() is here else until  # noqa: E731
+    monkeypatch.setattr("time.monotonic", in_time)
+    assert list(mover.write(work, until, until)) == [None] * 20
     mover.close()
 
 

@@ -12,6 +12,7 @@ import torch
 from diptych.connectors.page_copy import CacheCopier
 from diptych.connectors.pages import TokenRange
 from diptych.connectors.shared_storage import FileStore
+from diptych.connectors.store_move import finish
 from tests.connectors.engines import OUR_BLOCKS, PROMPT, Engine, running
 from tests.connectors.fakes import (
     consumer,
@@ -54,7 +55,7 @@ def test_a_pool_that_is_pinned_is_reached_directly_and_gives_the_same_bytes() ->
         assert time.monotonic() < deadline
         time.sleep(0.01)
     view = pool[4096 : 4096 + size]
-    copier.fetch(copier.gather(OUR_BLOCKS, TokenRange(0, 64)), copier.mark(), view)
+    finish(copier.fetch(copier.gather(OUR_BLOCKS, TokenRange(0, 64)), copier.mark(), view))
     assert bytes(view) == bytes(fetched(copier, OUR_BLOCKS, TokenRange(0, 64)))
     empty = make_cache(layout).cuda()
     scattered(CacheCopier(empty), view.toreadonly(), 0, OUR_BLOCKS, TokenRange(0, 64))
@@ -89,6 +90,6 @@ def test_a_copy_does_not_wait_for_the_step_in_flight_which_waits_for_it() -> Non
     mark = copier.mark()
     cache.zero_()  # the next step has the blocks
     data = memoryview(bytearray(page.nbytes))
-    copier.fetch(page, mark, data)
+    finish(copier.fetch(page, mark, data))
     assert not in_flight.query()
     assert (torch.frombuffer(bytearray(data), dtype=torch.bfloat16) == 1.5).all()

@@ -3,13 +3,14 @@
 The cache is seen as `[num_blocks, H_kv, L, 2, block_size, D * item_bytes]` of uint8, an object as
 `[H_kv, L, 2, tokens, D * item_bytes]`. On a CPU both are numpy arrays: one thread copies, where
 torch would start a second pool of threads. On a GPU they are tensors; gathering runs on a stream of
-its own, and copies from and to the host on one a thread.
+its own, and copies from and to the host on one of the thread that asks.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,6 +18,7 @@ import torch
 
 from diptych.connectors.pages import BlockRun, TokenRange, block_runs
 from diptych.connectors.pinned_pool import PinnedPools
+from diptych.connectors.store_move import Begun
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -47,7 +49,7 @@ class CacheCopier:
         behind it: the blocks may be another's from its next step on."""
         if self._gathers is None:
             return None
-        event: torch.cuda.Event = self._gathers.record_event()
+        event = _end_of(self._gathers)
         torch.cuda.current_stream(self._device).wait_event(event)
         return event
 
@@ -78,23 +80,19 @@ class CacheCopier:
         if self._pools is not None:
             self._pools.keep_only(pools)
 
-    def fetch(self, page: Bytes, mark: torch.cuda.Event | None, view: memoryview) -> None:
-        """Write a gathered object's bytes into `view`; complete on return, so that its memory may
-        be given back without a word to the allocator. Any thread may call."""
+    def fetch(
+        self, page: Bytes, mark: torch.cuda.Event | None, view: memoryview
+    ) -> Begun | Callable[[], None]:
+        """Write a gathered object's bytes into `view`; returns what is left of that (`Move.touch`).
+        Once it has ended, the object's memory may be given back without a word to the allocator.
+        Any thread may call."""
         target = np.frombuffer(view, np.uint8)
         if not isinstance(page, torch.Tensor):
-            np.copyto(target, page.reshape(-1))
-            return
-        direct = self._pools.tensor(view) if self._pools is not None else None
-        host = direct if direct is not None else self._staging(view.nbytes)
-        stream = self._stream()
-        with torch.cuda.stream(stream):
-            if mark is not None:
-                stream.wait_event(mark)
-            host.copy_(page.view(-1), non_blocking=True)
-        stream.synchronize()
-        if direct is None:
-            np.copyto(target, host.numpy())
+            return partial(np.copyto, target, page.reshape(-1))
+        host = self._pools.tensor(view) if self._pools is not None else None
+        if host is None:
+            return partial(self._fetch_staged, page, mark, target)
+        return Begun(self._copy_out(page, mark, host).synchronize)
 
     def scatter(
         self,
@@ -102,10 +100,9 @@ class CacheCopier:
         object_start: int,
         block_ids: Sequence[int],
         wanted: TokenRange,
-    ) -> Callable[[], None] | None:
-        """Begin to write the tokens `wanted` of an object to their slots, which no step in flight
-        touches. Any thread; what it returns waits for the end, and is called before the thread's
-        next object. None: it is complete.
+    ) -> Begun | Callable[[], None]:
+        """Write the tokens `wanted` of an object to their slots, which no step in flight touches;
+        returns what is left of that (`Move.touch`). Any thread.
 
         Args:
             view: `[num_bytes]`, the object from position `object_start` on, in host memory.
@@ -113,20 +110,47 @@ class CacheCopier:
         source = np.frombuffer(view, np.uint8)
         runs = block_runs(wanted, object_start, self._block_size)
         if not self._on_gpu:
-            self._write(source.reshape(self._shape), block_ids, runs)
-            return None
+            return partial(self._write, source.reshape(self._shape), block_ids, runs)
         host = self._pools.tensor(view) if self._pools is not None else None
         if host is None:
-            host = self._staging(view.nbytes)
-            np.copyto(host.numpy(), source)
+            return partial(self._scatter_staged, source, block_ids, runs)
+        return Begun(self._copy_in(host, block_ids, runs).synchronize)
+
+    def _copy_out(
+        self, page: Tensor, mark: torch.cuda.Event | None, host: Tensor
+    ) -> torch.cuda.Event:
         stream = self._stream()
         with torch.cuda.stream(stream):
-            if self._is_block(runs, view.nbytes):
+            if mark is not None:
+                stream.wait_event(mark)
+            host.copy_(page.view(-1), non_blocking=True)
+        return _end_of(stream)
+
+    def _fetch_staged(
+        self, page: Tensor, mark: torch.cuda.Event | None, target: NDArray[np.uint8]
+    ) -> None:
+        host = self._staging(target.nbytes)
+        self._copy_out(page, mark, host).synchronize()
+        np.copyto(target, host.numpy())
+
+    def _copy_in(
+        self, host: Tensor, block_ids: Sequence[int], runs: Sequence[BlockRun]
+    ) -> torch.cuda.Event:
+        stream = self._stream()
+        with torch.cuda.stream(stream):
+            if self._is_block(runs, host.numel()):
                 self._cache[block_ids[runs[0].block_index]].view(-1).copy_(host, non_blocking=True)
             else:
                 on_device = host.to(self._device, non_blocking=True).view(self._shape)
                 self._write(on_device, block_ids, runs)
-        return stream.synchronize
+        return _end_of(stream)
+
+    def _scatter_staged(
+        self, source: NDArray[np.uint8], block_ids: Sequence[int], runs: Sequence[BlockRun]
+    ) -> None:
+        host = self._staging(source.nbytes)
+        np.copyto(host.numpy(), source)
+        self._copy_in(host, block_ids, runs).synchronize()
 
     def _is_block(self, runs: Sequence[BlockRun], num_bytes: int) -> bool:
         """Whether these runs are all of an object of so many bytes, and one whole block: the two
@@ -165,3 +189,9 @@ class CacheCopier:
 
 def _side_stream_of(device: torch.device, priority: int = 0) -> torch.cuda.Stream:
     return torch.cuda.Stream(device, priority=priority)  # type: ignore[no-untyped-call]
+
+
+def _end_of(stream: torch.cuda.Stream) -> torch.cuda.Event:
+    """Of what it has been given so far."""
+    event: torch.cuda.Event = stream.record_event()
+    return event

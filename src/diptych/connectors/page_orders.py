@@ -66,7 +66,8 @@ class PageMetadata(KVConnectorMetadata):
 
 
 class Outgoing(NamedTuple):
-    """An object to be stored. `write` fills a view of its size, on any thread, perhaps twice."""
+    """An object to be stored. `write` fills a view of its size, on any thread, perhaps twice, or
+    returns what is left of that (`store_move.Move.touch`)."""
 
     key: bytes
     num_bytes: int
@@ -95,8 +96,8 @@ class PageStore(Protocol):
         wait_s: float = 0.0,
     ) -> list[int | None]:
         """Read objects by (key, bytes). `sink(i, view)` takes the bytes of object i out of a view
-        that ends with the call, or begins to and returns what waits for the end; any thread may
-        call it, and again for one that is read anew.
+        that ends with the call, or returns what is left of that (`store_move.Move.touch`); any
+        thread may call it, and again for one that is read anew.
         Where none of the objects is there, it waits up to `wait_s` for one.
 
         Returns:

@@ -12,10 +12,10 @@ from diptych.connectors.transfer_jobs import Load, Save
 class PageTimes:
     """Not thread-safe: its user has a lock.
 
-    Of the one who computed: from the end of the last step to the last byte's copy, to the store's
+    Of the one who computed: from the end of the last step to the first byte's copy, to the store's
     word that it has all, to the commit's being told. Of the one who loads: from the request's
-    arrival to its order, to the transfer's begin, to the last byte's copy, to the store's word that
-    all of it held, to the request's being taken into a step.
+    arrival to its order, to the transfer's begin, to that of the last object's copy, to the store's
+    word that all of it held, to the request's being taken into a step.
     """
 
     def __init__(self, monotonic: Callable[[], float] = time.monotonic) -> None:
@@ -28,9 +28,9 @@ class PageTimes:
 
     def stored(self, save: Save, now: float) -> None:
         """The last save of a prompt has ended, and its hand-off is reported."""
-        copied_s = max(save.copied_s, save.computed_s)
-        self._given.add("computed to copied", copied_s - save.computed_s)
-        self._given.add("copied to stored", now - copied_s)
+        begun_s = max(save.begun_s, save.computed_s)
+        self._given.add("computed to begun", begun_s - save.computed_s)
+        self._given.add("begun to stored", now - begun_s)
         self._untold[save.order.request_id] = now
 
     def told(self, request_ids: set[str], now: float) -> None:

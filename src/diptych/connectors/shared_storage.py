@@ -24,6 +24,7 @@ from diptych.connectors.base import KVLayout, RequestView
 from diptych.connectors.page_orders import Outgoing
 from diptych.connectors.page_scheduler import PageConnectorScheduler
 from diptych.connectors.pages import TokenRange
+from diptych.connectors.store_move import finish
 from diptych.connectors.xxh3 import xxh3_64
 from diptych.engine.request import KVObject
 from diptych.errors import ConfigError
@@ -88,9 +89,7 @@ class FileStore:
             buffer = memoryview(bytearray(num_bytes))
             checksums.append(self._get(key, buffer))
             if checksums[-1] is not None:
-                end = sink(index, buffer)
-                if callable(end):
-                    end()
+                finish(sink(index, buffer))
         return checksums
 
     def pools(self) -> list[memoryview]:
@@ -105,7 +104,7 @@ class FileStore:
         if there is not None and there.num_bytes == item.num_bytes:
             return there.checksum
         data = memoryview(bytearray(item.num_bytes))
-        item.write(data)
+        finish(item.write(data))
         checksum = xxh3_64(data)
         path = self.path(key)
         aside = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp")

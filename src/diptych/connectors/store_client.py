@@ -36,8 +36,10 @@ _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
 _BATCH_ITEMS = 256
-# What is put is seen by others a batch at a time; the next one is written while the node publishes.
+# What a stream takes is seen by others a batch at a time; the next one is sent while the node
+# publishes. What is written to mapped memory is published in between.
 _BATCH_BYTES = 128 << 20
+_MAPPED_BYTES = 1 << 30
 # Without bytes behind them keys go in larger batches: what a node takes at once.
 _BATCH_KEYS = 4096
 
@@ -103,7 +105,8 @@ class StoreClient:
         until = self._until(timeout_s)
         results: list[PutResult] = []
         line = Pipeline(
-            list(_put_batches(items)), lambda session, batch: session.ask_put(batch, tenant, until)
+            list(_put_batches(items, _MAPPED_BYTES if self.pools() else _BATCH_BYTES)),
+            lambda session, batch: session.ask_put(batch, tenant, until),
         )
         before: Written | None = None
         for batch in line.batches:
@@ -112,7 +115,7 @@ class StoreClient:
             )
             results += self._finish(before, until)
             lost = [PutResult(Outcome.UNAVAILABLE)] * len(batch)
-            before = written or Written(lost, [], [], None)
+            before = written or Written(lost, [], [], [])
             line.advance()
         return results + self._finish(before, until)
 
@@ -131,7 +134,7 @@ class StoreClient:
         wait_s: float = 0.0,
     ) -> list[GetResult]:
         """Read objects; results in order. `sink(i, view)` copies object i out of a read-only view
-        that ends with the call, or begins to and returns what waits for the end. What it took is
+        that ends with the call, or returns what is left of that (`Move.touch`). What it took is
         valid only if result i is OK: lease and checksum are verified after the read. A lost store
         is as in `put_many`; what `sink` raises is raised. Where none of a batch is there, the node
         waits up to `wait_s` for one.
@@ -145,9 +148,9 @@ class StoreClient:
         there is valid only if result i is OK; an object of another size is INVALID and leaves its
         target alone. A stream is received right there."""
 
-        def take(at: int, view: memoryview) -> None:
-            if view.nbytes == targets[at].nbytes:
-                copy_bytes(view, targets[at])
+        def take(at: int, view: memoryview) -> object:
+            fits = view.nbytes == targets[at].nbytes
+            return partial(copy_bytes, view, targets[at]) if fits else None
 
         results = self._get(keys, take, targets, timeout_s)
         return [
@@ -340,11 +343,11 @@ class StoreClient:
         return time.monotonic() + (self._timeout_s if timeout_s is None else timeout_s)
 
 
-def _put_batches(items: Sequence[PutItem]) -> Iterator[list[PutItem]]:
+def _put_batches(items: Sequence[PutItem], max_bytes: int) -> Iterator[list[PutItem]]:
     batch: list[PutItem] = []
     num_bytes = 0
     for item in items:
-        if batch and (len(batch) == _BATCH_ITEMS or num_bytes + item.num_bytes > _BATCH_BYTES):
+        if batch and (len(batch) == _BATCH_ITEMS or num_bytes + item.num_bytes > max_bytes):
             yield batch
             batch, num_bytes = [], 0
         batch.append(item)

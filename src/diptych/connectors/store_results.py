@@ -48,11 +48,12 @@ def outcome_of(status: int) -> Outcome:
 @dataclass(frozen=True, slots=True)
 class PutItem:
     """An object to store. `write` puts its bytes into the view it is given: writable, contiguous,
-    `num_bytes` of format B, uninitialised. It is not called when the store has the object or no
-    room, and may be called again for another node. With the pool mapped the view is the object's
-    final place. `data`, if given, is what `write` would write, and must stay as it is until the
-    put has ended: a stream sends it from where it lies. `checksum`, if it is known, is the xxh3-64
-    of the bytes as they were; others are CORRUPT and not stored."""
+    `num_bytes` of format B, uninitialised; or it returns what is left of that (`Move.touch`). It is
+    not called when the store has the object or no room, and may be called again for another node.
+    With the pool mapped the view is the object's final place. `data`, if given, is what `write`
+    would write, and must stay as it is until the put has ended: a stream sends it from where it
+    lies. `checksum`, if it is known, is the xxh3-64 of the bytes as they were; others are CORRUPT
+    and not stored."""
 
     key: bytes
     num_bytes: int
@@ -63,7 +64,8 @@ class PutItem:
     @classmethod
     def of(cls, key: bytes, data: memoryview, checksum: int | None = None) -> PutItem:
         """An object whose bytes lie together already: contiguous, of format B."""
-        return cls(key, data.nbytes, partial(copy_bytes, data), data, checksum)
+        write = partial(partial, copy_bytes, data)
+        return cls(key, data.nbytes, write, data, checksum)
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -21,6 +21,8 @@ from diptych.proto import kvstore_pb2 as pb
 Sink = Callable[[int, memoryview], object]
 
 _FORGET_TIMEOUT_S = 0.5
+# What is written is published by so many bytes, while the rest is written.
+_PUBLISH_BYTES = 64 << 20
 # A read is cut here, to look whether its leases need to be renewed.
 _READ_BYTES = 256 << 20
 
@@ -79,13 +81,16 @@ class Ahead:
 
 @dataclass(slots=True)
 class Written:
-    """A batch whose bytes are in the store; whether they are published, `finish` tells."""
+    """A batch whose bytes are in the store; whether they are published, `finish` tells.
+
+    `published` are the answers that are awaited, each of so many items.
+    """
 
     results: list[PutResult]
     granted: list[int]
     checksums: list[int | None]
-    published: Any
-    damaged: frozenset[int] = frozenset()  # positions
+    published: list[tuple[Any, int]]
+    damaged: set[int] = field(default_factory=set)  # positions
 
     def finish(self) -> list[PutResult]:
         """The batch's results; what was not written in time has EXPIRED.
@@ -94,10 +99,8 @@ class Written:
             grpc.RpcError: the node is lost.
             TransferError: it does not keep to the protocol.
         """
-        statuses: Iterator[int] = iter(())
-        if self.published is not None:
-            num_written = sum(checksum is not None for checksum in self.checksums)
-            statuses = iter(one_each(self.published.result().statuses, num_written))
+        answers = [one_each(each.result().statuses, count) for each, count in self.published]
+        statuses = iter([status for answer in answers for status in answer])
         for at, checksum in zip(self.granted, self.checksums, strict=True):
             unwritten = Outcome.CORRUPT if at in self.damaged else Outcome.EXPIRED
             outcome = unwritten if checksum is None else outcome_of(next(statuses))
@@ -146,7 +149,7 @@ class StoreSession:
         results = [PutResult(outcome_of(r.status), r.checksum) for r in rooms]
         granted = [at for at, r in enumerate(rooms) if r.status == pb.ITEM_STATUS_OK]
         if not granted:
-            return Written(results, [], [], None)
+            return Written(results, [], [], [])
         # nobody can stop a write into mapped memory: begin none near the reservation's end
         half_s = min(rooms[at].ttl_ms for at in granted) / 2000
         moves = [
@@ -155,22 +158,51 @@ class StoreSession:
             if r.status == pb.ITEM_STATUS_OK
         ]
         stub = self._calls.stub
+        written = Written(results, granted, [], [])
         try:
-            checksums = self.mover.write(moves, until, begin_by=ahead.asked_at + half_s)
-            damaged = _damaged(items, granted, checksums)
-            checksums = [
-                None if at in damaged else sum_ for at, sum_ in zip(granted, checksums, strict=True)
-            ]
-            published = self._publish(moves, checksums, until)
+            begin_by = ahead.asked_at + half_s
+            with contextlib.closing(self.mover.write(moves, until, begin_by)) as sums:
+                self._publish(items, moves, sums, written, until)
         except BaseException as error:
             if not isinstance(error, grpc.RpcError):
                 ids = [move.id for move in moves]
                 self._calls.forget(stub.PutRevoke, pb.PutRevokeRequest(put_ids=ids))
             raise
-        unwritten = [m.id for m, sum_ in zip(moves, checksums, strict=True) if sum_ is None]
+        unwritten = [m.id for m, sum_ in zip(moves, written.checksums, strict=True) if sum_ is None]
         if unwritten:
             self._calls.forget(stub.PutRevoke, pb.PutRevokeRequest(put_ids=unwritten))
-        return Written(results, granted, checksums, published, damaged)
+        return written
+
+    def _publish(
+        self,
+        items: Sequence[PutItem],
+        moves: Sequence[Move],
+        sums: Iterable[int | None],
+        written: Written,
+        until: float,
+    ) -> None:
+        """Ask for what is written to be published, some while the rest is written."""
+        ends: list[pb.PutEndItem] = []
+        num_bytes = 0
+        for move, at, sum_ in zip(moves, written.granted, sums, strict=True):
+            if sum_ is not None and items[at].checksum not in (None, sum_):
+                written.damaged.add(at)
+                sum_ = None
+            written.checksums.append(sum_)
+            if sum_ is None:
+                continue
+            ends.append(pb.PutEndItem(put_id=move.id, checksum=sum_))
+            num_bytes += move.num_bytes
+            if num_bytes >= _PUBLISH_BYTES:
+                self._ask_put_end(ends, written, until)
+                ends, num_bytes = [], 0
+        if ends:
+            self._ask_put_end(ends, written, until)
+
+    def _ask_put_end(self, ends: list[pb.PutEndItem], written: Written, until: float) -> None:
+        request = pb.PutEndRequest(items=ends)
+        answer = self._calls.begin(self._calls.stub.PutEnd, request, until)
+        written.published.append((answer, len(ends)))
 
     def ask_get(self, keys: Sequence[bytes], until: float, wait_s: float = 0.0) -> Ahead:
         """Find and lease a batch, without waiting for the answer; where none of it is there, the
@@ -255,29 +287,6 @@ class StoreSession:
                 renew_at = time.monotonic() + lease_s / 2
             checksums += self.mover.read(piece, until)
         return checksums
-
-    def _publish(self, moves: Sequence[Move], checksums: Sequence[int | None], until: float) -> Any:
-        """Ask for what was written to be published: the future of the answer, if there is any."""
-        written = [
-            pb.PutEndItem(put_id=move.id, checksum=sum_)
-            for move, sum_ in zip(moves, checksums, strict=True)
-            if sum_ is not None
-        ]
-        if not written:
-            return None
-        request = pb.PutEndRequest(items=written)
-        return self._calls.begin(self._calls.stub.PutEnd, request, until)
-
-
-def _damaged(
-    items: Sequence[PutItem], granted: Sequence[int], checksums: Sequence[int | None]
-) -> frozenset[int]:
-    """Positions of what was written with other bytes than its item is known to have."""
-    return frozenset(
-        at
-        for at, sum_ in zip(granted, checksums, strict=True)
-        if sum_ is not None and items[at].checksum not in (None, sum_)
-    )
 
 
 def verified(found: pb.GetResult, checksum: int | None, released: Outcome) -> GetResult:

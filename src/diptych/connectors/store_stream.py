@@ -11,11 +11,11 @@ import contextlib
 import socket
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 
 import xxhash
 
-from diptych.connectors.store_move import Move
+from diptych.connectors.store_move import Move, finish
 from diptych.connectors.store_wire import ANSWER, FRAME, READ, WELCOME, WRITE, hello, wake_bytes
 from diptych.connectors.xxh3 import xxh3_64
 from diptych.errors import TransferError
@@ -58,8 +58,13 @@ class StreamMover:
             raise
         return cls(connection, pool_bytes)
 
-    def write(self, moves: Sequence[Move], until: float, begin_by: float) -> list[int | None]:
+    def write(
+        self, moves: Sequence[Move], until: float, begin_by: float
+    ) -> Generator[int | None, None, None]:
         # the node itself refuses what comes too late
+        yield from self._write(moves, until)
+
+    def _write(self, moves: Sequence[Move], until: float) -> list[int | None]:
         checksums: list[int | None] = []
         with self._turn(until):
             for move in moves:
@@ -68,7 +73,7 @@ class StreamMover:
                 view = move.bytes
                 if view is None:
                     view = self._room(move.num_bytes)
-                    move.touch(view)
+                    finish(move.touch(view))
                 head = FRAME.pack(WRITE, move.id, move.num_bytes)
                 checksums.append(self._send_object(head, view, until))
             for position in range(len(checksums)):
@@ -92,12 +97,8 @@ class StreamMover:
                 self._receive(view, until)
                 if move.bytes is None:
                     with view.toreadonly() as readonly:
-                        end = move.touch(readonly)
-                        checksums.append(xxh3_64(readonly))
-                        if callable(end):
-                            end()
-                else:
-                    checksums.append(xxh3_64(view))
+                        finish(move.touch(readonly))
+                checksums.append(xxh3_64(view))
         return checksums
 
     def pools(self) -> list[memoryview]:

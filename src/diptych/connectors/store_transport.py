@@ -7,12 +7,12 @@ import mmap
 import os
 import socket
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Protocol
 
 from diptych.connectors.sealed_memory import map_sealed
-from diptych.connectors.store_move import Move
+from diptych.connectors.store_move import Begun, Move, finish
 from diptych.connectors.store_stream import StreamMover
 from diptych.connectors.store_wire import POOL_SIZE, boot_id, hello, socket_name
 from diptych.connectors.xxh3 import xxh3_64
@@ -21,17 +21,21 @@ from diptych.proto import kvstore_pb2 as pb
 
 _log = logging.getLogger(__name__)
 
-# One core copies and hashes slower than memory is: an object a thread. More than these gain
-# nothing, and fewer where the host has not four cores for each.
-_MAX_COPIERS = 8
+# what is left of a touch, its view, until when it may be begun
+_End = Callable[[object, memoryview, float], int | None]
+
+# One core hashes slower than memory is: an object a thread. Of a host's cores two engines may use
+# so many each, and more than these gain nothing.
+_MAX_HASHERS = 12
+_SHARE_OF_CORES = 0.375
 _THREADED_BYTES = 16 << 20
 
 
 class Mover(Protocol):
     """Moves batches. Each result is the xxh3-64 of the bytes, or None for an object that was not
     moved: the time was over, or the node refused. Times are on the monotonic clock; no write into
-    mapped memory begins after `begin_by`. A read's `touch` may only begin to take the bytes: what
-    it returns is called for the end, while the view holds, after the checksum.
+    mapped memory begins after `begin_by`. The results of a write come in order, as each is there;
+    its iterator is to be closed, after which nothing is written.
 
     Raises:
         OSError: the node is gone or too slow (TimeoutError); the mover is of no use any more.
@@ -43,7 +47,9 @@ class Mover(Protocol):
 
     pool_bytes: int
 
-    def write(self, moves: Sequence[Move], until: float, begin_by: float) -> list[int | None]: ...
+    def write(
+        self, moves: Sequence[Move], until: float, begin_by: float
+    ) -> Generator[int | None, None, None]: ...
     def read(self, moves: Sequence[Move], until: float) -> list[int | None]: ...
     def pools(self) -> list[memoryview]:
         """What of the node's memory is mapped, whole and writable."""
@@ -92,7 +98,7 @@ class MappedMover:
     def __init__(self, pool: mmap.mmap) -> None:
         self._view = memoryview(pool)
         self.pool_bytes = self._view.nbytes
-        count = min(_MAX_COPIERS, (os.cpu_count() or 1) // 4)
+        count = min(_MAX_HASHERS, int((os.cpu_count() or 1) * _SHARE_OF_CORES))
         self._threads = ThreadPoolExecutor(count, "kv-copy") if count > 1 else None
 
     @classmethod
@@ -116,56 +122,83 @@ class MappedMover:
             for fd in fds:
                 os.close(fd)
 
-    def write(self, moves: Sequence[Move], until: float, begin_by: float) -> list[int | None]:
-        return self._all(self._write, moves, self._view, min(until, begin_by))
+    def write(
+        self, moves: Sequence[Move], until: float, begin_by: float
+    ) -> Generator[int | None, None, None]:
+        return self._move(_written, moves, self._view, min(until, begin_by))
 
     def read(self, moves: Sequence[Move], until: float) -> list[int | None]:
-        return self._all(self._read, moves, self._view.toreadonly(), until)
+        return list(self._move(_read, moves, self._view.toreadonly(), until))
 
     def pools(self) -> list[memoryview]:
         return [self._view]
 
-    def _all(
-        self,
-        one: Callable[[Move, memoryview], int],
-        moves: Sequence[Move],
-        pool: memoryview,
-        until: float,
-    ) -> list[int | None]:
-        def in_time(move: Move) -> int | None:
-            if time.monotonic() >= until:
-                return None
-            with pool[move.offset : move.offset + move.num_bytes] as view:
-                return one(move, view)
-
+    def _move(
+        self, end: _End, moves: Sequence[Move], pool: memoryview, until: float
+    ) -> Generator[int | None, None, None]:
         num_bytes = sum(move.num_bytes for move in moves)
         if self._threads is None or num_bytes < _THREADED_BYTES or len(moves) < 2:
-            return [in_time(move) for move in moves]
-        futures = [self._threads.submit(in_time, move) for move in moves]
-        # an error of one must not leave others at work on room that is given back
-        wait(futures)
-        return [future.result() for future in futures]
+            for move in moves:
+                yield _one(end, move, pool, until)
+            return
+        futures: list[Future[int | None]] = []
+        try:
+            for move in moves:
+                futures.append(self._begin(self._threads, end, move, pool, until))
+            for future in futures:
+                yield future.result()
+        finally:
+            # an error of one must not leave others at work on room that is given back
+            wait(futures)
+
+    @staticmethod
+    def _begin(
+        threads: ThreadPoolExecutor, end: _End, move: Move, pool: memoryview, until: float
+    ) -> Future[int | None]:
+        """Copies that go on by themselves are begun one after another, here: they come in that
+        order, and threads look at each once it is there."""
+        if time.monotonic() >= until:
+            return threads.submit(lambda: None)
+        view = pool[move.offset : move.offset + move.num_bytes]
+        left = move.touch(view)
+        try:
+            return threads.submit(end, left, view, until)
+        except RuntimeError:  # another thread has closed this
+            if isinstance(left, Begun):
+                left.wait()
+            raise
 
     def view(self, offset: int, num_bytes: int) -> memoryview:
         """Bytes of the pool, read-only."""
         return self._view[offset : offset + num_bytes].toreadonly()
 
-    @staticmethod
-    def _write(move: Move, view: memoryview) -> int:
-        move.touch(view)
-        return xxh3_64(view)
-
-    @staticmethod
-    def _read(move: Move, view: memoryview) -> int:
-        """A copy that goes on by itself goes on meanwhile: both look at the same bytes, and the
-        lease says afterwards that they stayed."""
-        end = move.touch(view)
-        checksum = xxh3_64(view)
-        if callable(end):
-            end()
-        return checksum
-
     def close(self) -> None:
         """The mapping goes with its last user: another thread may be copying."""
         if self._threads is not None:
             self._threads.shutdown(wait=False)
+
+
+def _one(end: _End, move: Move, pool: memoryview, until: float) -> int | None:
+    if time.monotonic() >= until:
+        return None
+    with pool[move.offset : move.offset + move.num_bytes] as view:
+        return end(move.touch(view), view, until)
+
+
+def _written(left: object, view: memoryview, until: float) -> int | None:
+    """The checksum of a write, of which this is left; None: it was too late to go on with it."""
+    if not isinstance(left, Begun) and callable(left) and time.monotonic() >= until:
+        return None
+    finish(left)
+    return xxh3_64(view)
+
+
+def _read(left: object, view: memoryview, until: float) -> int:
+    """The checksum of a read. A copy that goes on by itself does so meanwhile: both look at the
+    same bytes, and the lease says afterwards that they stayed."""
+    if not isinstance(left, Begun):
+        finish(left)
+    checksum = xxh3_64(view)
+    if isinstance(left, Begun):
+        left.wait()
+    return checksum

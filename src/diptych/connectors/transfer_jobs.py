@@ -110,7 +110,7 @@ class Save:
     num_bytes: int
     stored: dict[bytes, KVObject] = field(default_factory=dict)
     computed_s: float = 0.0
-    copied_s: float = 0.0
+    begun_s: float = 0.0
     done: threading.Event = field(default_factory=threading.Event)
 
     def objects(self) -> list[KVObject | None]:

@@ -323,16 +323,16 @@ class Transfers:
         wanted: Sequence[TokenRange],
         index: int,
         view: memoryview,
-    ) -> Callable[[], None] | None:
-        """Begin to copy an object into its blocks, which nobody reads before it is verified."""
+    ) -> object:
+        """Copy an object into its blocks, which nobody reads before it is verified."""
         reach("load.read")
         if not load.aborted:
             start = batch[index].start_token
-            end = self._copier.scatter(view, start, load.order.block_ids, wanted[index])
+            left = self._copier.scatter(view, start, load.order.block_ids, wanted[index])
             with self._wake:
                 load.read_s = self._clock.monotonic()
                 load.num_taken += 1
-            return end
+            return left
         return None
 
     def _arrived(self, order: LoadOrder, item: KVObject, checksum: int | None) -> bool:
@@ -385,10 +385,10 @@ class Transfers:
     def _outgoing(self, save: Save, item: PageObject) -> Outgoing:
         page = save.pages[item.key]
 
-        def write(view: memoryview) -> None:
+        def write(view: memoryview) -> object:
             reach("save.write")
-            self._copier.fetch(page, save.mark, view)
-            save.copied_s = self._clock.monotonic()
+            save.begun_s = save.begun_s or self._clock.monotonic()
+            return self._copier.fetch(page, save.mark, view)
 
         return Outgoing(item.key, page.nbytes, write)
 
