@@ -129,6 +129,9 @@ def test_the_grace_period_covers_drain_and_propagation() -> None:
     spec = find(items, "Deployment", "llm-diptych-decode")["spec"]["template"]["spec"]
 
     assert spec["terminationGracePeriodSeconds"] > 120
+    items = render("--set", "kvstore.drainSeconds=100")
+    store = find(items, "StatefulSet", "llm-diptych-kvstore")["spec"]["template"]["spec"]
+    assert store["terminationGracePeriodSeconds"] > 100
 
 
 def test_every_pod_is_locked_down() -> None:
