@@ -47,12 +47,12 @@ class FlakyStore:
         self._maybe_fail()
         damaged: dict[int, int] = {}
 
-        def take(index: int, view: memoryview) -> None:
+        def take(index: int, view: memoryview) -> object:
             if self._random.random() < 0.15:
                 half = view.nbytes // 2
                 view = memoryview(bytes(view[-half:]) + bytes(view.nbytes - half))
                 damaged[index] = xxhash.xxh3_64_intdigest(view)
-            sink(index, view)
+            return sink(index, view)
 
         read = self._files.get_many(items, take)
         read = [damaged.get(index, checksum) for index, checksum in enumerate(read)]

@@ -53,10 +53,10 @@ class GatedStore(ServiceStore):
         if self.how == "fails":
             raise TransferError("gone")
 
-        def hurt(index: int, view: memoryview) -> None:
+        def hurt(index: int, view: memoryview) -> object:
             if self.how == "is corrupt":
                 flip(self.pools()[0], view)
-            sink(index, view)
+            return sink(index, view)
 
         return super().get_many(items, hurt)
 

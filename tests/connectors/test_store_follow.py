@@ -5,8 +5,9 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,6 +15,7 @@ from diptych.clock import SystemClock
 from diptych.connectors.page_orders import LoadOrder, Outgoing, PageStore
 from diptych.connectors.shared_storage import FileStore
 from diptych.connectors.store import ServiceStore
+from diptych.connectors.store_move import finish
 from diptych.connectors.transfer_jobs import Load, TransferLimits
 from diptych.connectors.transfers import Transfers
 from diptych.engine.request import KVObject
@@ -161,6 +163,7 @@ class SomePages:
         items: Sequence[tuple[bytes, int]],
         sink: Callable[[int, memoryview], object],
         wait_s: float = 0.0,
+        goes_on: Callable[[], bool] = lambda: False,
     ) -> list[int | None]:
         self.asked.append([key for key, _ in items])
         self.turn.set()
@@ -169,7 +172,7 @@ class SomePages:
         time.sleep(0.001)
         for index, (key, num_bytes) in enumerate(items):
             if key in self.there:
-                sink(index, memoryview(bytes(num_bytes)))
+                finish(sink(index, memoryview(bytes(num_bytes))))
         return [1 if key in self.there else None for key, _ in items]
 
     def pools(self) -> list[memoryview]:
@@ -202,6 +205,28 @@ def test_what_does_not_come_for_long_is_left_to_compute(there: list[int], valid:
     clock.now += PATIENT.transfer_timeout_s / 2 + 1
     until(lambda: not moving._live_loads)
     assert moving.take_output().failed_recving == {"r": valid}
+    moving.close()
+
+
+class HastyStore(SomePages):
+    """Says that it has read before the copies have ended."""
+
+    def get_many(self, items: Any, sink: Any, *more: Any) -> list[int | None]:
+        for index, (_, num_bytes) in enumerate(items):
+            sink(index, memoryview(bytes(num_bytes)))
+        return [1] * len(items)
+
+
+@pytest.mark.parametrize("follows", [True, False])
+def test_a_store_that_does_not_end_its_copies_brings_nothing(follows: bool) -> None:
+    """Its word that it has read is not enough."""
+    store = HastyStore(set())
+    moving = Transfers("test", lambda: store, Copier(), PATIENT, ManualClock())  # type: ignore[arg-type]
+    load = awaited_load(1e9)
+    load.order = replace(load.order, follows=follows)
+    moving.load(load)
+    until(lambda: not moving._live_loads)
+    assert moving.take_output().failed_recving == {"r": 10}
     moving.close()
 
 

@@ -8,7 +8,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 
@@ -17,7 +17,7 @@ import pytest
 from diptych.connectors.pages import PageObject
 from diptych.connectors.store_move import Begun, Move
 from diptych.connectors.store_results import GetResult, Outcome, PutItem
-from diptych.connectors.store_session import ControlCalls, StoreSession
+from diptych.connectors.store_session import Ahead, ControlCalls, StoreSession
 from diptych.connectors.store_settings import StoreSettings
 from diptych.connectors.store_transport import MappedMover, open_mover
 from diptych.connectors.store_views import leased
@@ -351,3 +351,35 @@ def test_settings_of_a_wrong_kind_are_refused(settings: dict[str, object], messa
 
 def test_a_whole_number_of_seconds_will_do() -> None:
     assert StoreSettings.of({"kvstore": "a:1", "lookup_timeout_s": 1}).lookup_timeout_s == 1
+
+
+@pytest.mark.parametrize("transport", ["memory", "stream"])
+def test_a_reader_goes_on_as_long_as_something_comes(
+    node: Node, transport: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of its turns asks for what is left, and each is verified."""
+    client, writer = patient(node.address, transport=transport), patient(node.address)
+    keys, taken = [key() for _ in range(4)], dict[int, bytes]()
+    asked: list[int] = []
+    ask_get = StoreSession.ask_get
+
+    def note(session: StoreSession, keys: Sequence[bytes], *more: float) -> Ahead:
+        asked.append(len(keys))
+        return ask_get(session, keys, *more)
+
+    def take(index: int, view: memoryview) -> None:
+        taken[index] = bytes(view)
+        if index + 1 < len(keys):
+            put(writer, {keys[index + 1]: b"%d" % (index + 1)})
+
+    monkeypatch.setattr(StoreSession, "ask_get", note)
+    put(client, {keys[0]: b"0"})
+    results = client.get_many(keys, take, wait_s=0.5, goes_on=lambda: len(taken) < 3)
+    while not all(r.outcome is Outcome.OK for r in results):  # a turn may have come up empty
+        results = client.get_many(keys, take, wait_s=0.5, goes_on=lambda: True)
+    assert taken == {n: b"%d" % n for n in range(4)}
+    assert asked[:2] == [4, 3]
+    only = client.get_many([keys[0], key()], take, wait_s=0.5, goes_on=lambda: False)
+    assert [r.outcome for r in only] == [Outcome.OK, Outcome.NOT_FOUND]
+    client.close()
+    writer.close()

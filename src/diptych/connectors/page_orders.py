@@ -8,6 +8,7 @@ from typing import NamedTuple, Protocol
 
 from diptych.connectors.base import KVConnectorMetadata
 from diptych.connectors.pages import PageObject
+from diptych.connectors.store_move import not_again
 from diptych.engine.request import KVObject
 
 
@@ -94,11 +95,13 @@ class PageStore(Protocol):
         items: Sequence[tuple[bytes, int]],
         sink: Callable[[int, memoryview], object],
         wait_s: float = 0.0,
+        goes_on: Callable[[], bool] = not_again,
     ) -> list[int | None]:
         """Read objects by (key, bytes). `sink(i, view)` takes the bytes of object i out of a view
         that ends with the call, or returns what is left of that (`store_move.Move.touch`); any
         thread may call it, and again for one that is read anew.
-        Where none of the objects is there, it waits up to `wait_s` for one.
+        With `wait_s` the objects are being stored: where none is there, it waits so long for one;
+        as long as one comes and it `goes_on`, it may ask for the others again.
 
         Returns:
             xxh3-64 of the bytes that the sink was shown last, None unless those were the whole

@@ -24,7 +24,7 @@ from diptych.connectors.base import KVLayout, RequestView
 from diptych.connectors.page_orders import Outgoing
 from diptych.connectors.page_scheduler import PageConnectorScheduler
 from diptych.connectors.pages import TokenRange
-from diptych.connectors.store_move import finish
+from diptych.connectors.store_move import finish, not_again
 from diptych.connectors.xxh3 import xxh3_64
 from diptych.engine.request import KVObject
 from diptych.errors import ConfigError
@@ -81,6 +81,7 @@ class FileStore:
         items: Sequence[tuple[bytes, int]],
         sink: Callable[[int, memoryview], object],
         wait_s: float = 0.0,
+        goes_on: Callable[[], bool] = not_again,
     ) -> list[int | None]:
         if wait_s and not any(self.path(key).exists() for key, _ in items):
             time.sleep(wait_s)

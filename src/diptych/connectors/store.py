@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from diptych.connectors.page_orders import Outgoing
+from diptych.connectors.store_move import not_again
 from diptych.connectors.store_results import GetResult, Outcome, PutItem, PutResult
 from diptych.connectors.store_session import Sink
 from diptych.errors import TransferError
@@ -23,6 +24,7 @@ class Client(Protocol):
         sink: Sink,
         timeout_s: float | None = None,
         wait_s: float = 0.0,
+        goes_on: Callable[[], bool] = not_again,
     ) -> list[GetResult]: ...
     def pools(self) -> list[memoryview]: ...
     def close(self) -> None: ...
@@ -53,11 +55,13 @@ class ServiceStore:
         items: Sequence[tuple[bytes, int]],
         sink: Callable[[int, memoryview], object],
         wait_s: float = 0.0,
+        goes_on: Callable[[], bool] = not_again,
     ) -> list[int | None]:
         def take(index: int, view: memoryview) -> object:
             return sink(index, view) if view.nbytes == items[index][1] else None
 
-        results = self._client.get_many([key for key, _ in items], take, wait_s=wait_s)
+        keys = [key for key, _ in items]
+        results = self._client.get_many(keys, take, wait_s=wait_s, goes_on=goes_on)
         if wait_s and all(r.outcome is Outcome.UNAVAILABLE for r in results):
             raise TransferError("the KV store does not answer")  # nothing is to be waited for
         return [

@@ -18,8 +18,15 @@ import grpc
 
 from diptych.connectors.store_answers import one_each
 from diptych.connectors.store_breaker import CircuitBreaker
+from diptych.connectors.store_move import not_again
 from diptych.connectors.store_pipeline import Pipeline
-from diptych.connectors.store_results import GetResult, Outcome, PutItem, PutResult, copy_bytes
+from diptych.connectors.store_results import (
+    GetResult,
+    Outcome,
+    PutItem,
+    PutResult,
+    copy_bytes,
+)
 from diptych.connectors.store_session import (
     ControlCalls,
     OutOfTimeError,
@@ -132,14 +139,17 @@ class StoreClient:
         sink: Sink,
         timeout_s: float | None = None,
         wait_s: float = 0.0,
+        goes_on: Callable[[], bool] = not_again,
     ) -> list[GetResult]:
         """Read objects; results in order. `sink(i, view)` copies object i out of a read-only view
         that ends with the call, or returns what is left of that (`Move.touch`). What it took is
         valid only if result i is OK: lease and checksum are verified after the read. A lost store
-        is as in `put_many`; what `sink` raises is raised. Where none of a batch is there, the node
-        waits up to `wait_s` for one.
+        is as in `put_many`; what `sink` raises is raised.
+
+        With `wait_s` the objects are being stored: of a batch of which none is there the node waits
+        so long for one; and as long as one comes and it `goes_on`, the others are asked for again.
         """
-        return self._get(keys, sink, None, timeout_s, wait_s)
+        return self._get(keys, sink, None, timeout_s, wait_s, goes_on)
 
     def get_into(
         self, keys: Sequence[bytes], targets: Sequence[memoryview], timeout_s: float | None = None
@@ -167,6 +177,7 @@ class StoreClient:
         targets: Sequence[memoryview] | None,
         timeout_s: float | None,
         wait_s: float = 0.0,
+        goes_on: Callable[[], bool] = not_again,
     ) -> list[GetResult]:
         until = self._until(timeout_s)
         results: list[GetResult] = []
@@ -185,6 +196,8 @@ class StoreClient:
                 rooms: Sequence[memoryview] | None = rooms,
             ) -> list[GetResult]:
                 ahead, meanwhile = line.answer(session), line.meanwhile(session)
+                if wait_s:
+                    return session.follow(line.current, ahead, into, until, wait_s, goes_on)
                 return session.get(line.current, ahead, into, until, meanwhile, rooms)
 
             done = self._attempt(get, until)

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 from diptych.connectors.store_client import StoreClient
+from diptych.connectors.store_move import not_again
 from diptych.connectors.store_results import GetResult, Outcome, PutItem, PutResult
 from diptych.connectors.store_ring import ranked
 from diptych.connectors.store_session import Sink
@@ -121,13 +122,14 @@ class StoreCluster:
         sink: Sink,
         timeout_s: float | None = None,
         wait_s: float = 0.0,
+        goes_on: Callable[[], bool] = not_again,
     ) -> list[GetResult]:
         """Read objects. Sinks may be called from several threads at once, and again for an object
         that is read from another node."""
 
         def get(client: StoreClient, at: list[int], left_s: float) -> list[GetResult]:
             wanted = [keys[i] for i in at]
-            return client.get_many(wanted, lambda i, v: sink(at[i], v), left_s, wait_s)
+            return client.get_many(wanted, lambda i, v: sink(at[i], v), left_s, wait_s, goes_on)
 
         def again(result: GetResult, at: int) -> bool:
             if result.outcome is Outcome.OK:

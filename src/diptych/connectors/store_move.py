@@ -33,3 +33,8 @@ def finish(left: object) -> None:
         left.wait()
     elif callable(left):
         left()
+
+
+def not_again() -> bool:
+    """Whether to ask again for what was not there: no."""
+    return False

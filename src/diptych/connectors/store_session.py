@@ -108,6 +108,15 @@ class Written:
         return self.results
 
 
+@dataclass(frozen=True, slots=True)
+class _Turn:
+    """Objects that were read, by their place in the batch; `released` tells whether that counts."""
+
+    leased: dict[int, pb.GetResult]
+    checksums: list[int | None]
+    released: Any
+
+
 class StoreSession:
     """One incarnation of the node, and the way to its bytes.
 
@@ -233,48 +242,83 @@ class StoreSession:
         held = self.found(ahead, len(keys))
         meanwhile()
         results = [GetResult(outcome_of(f.status)) for f in held]
-        leased = [at for at, f in enumerate(held) if f.status == pb.ITEM_STATUS_OK]
-        if not leased:
-            return results
+        leased = {at: f for at, f in enumerate(held) if f.status == pb.ITEM_STATUS_OK}
+        if leased:
+            # the leases may have begun while the batch before this one was moved
+            self._verify(self._take(leased, sink, ahead.asked_at, until, targets), keys, results)
+        return results
+
+    def follow(
+        self,
+        keys: Sequence[bytes],
+        ahead: Ahead,
+        sink: Sink,
+        until: float,
+        wait_s: float,
+        goes_on: Callable[[], bool],
+    ) -> list[GetResult]:
+        """As `get`, of objects that are being stored: takes what is there, and asks for the others
+        again meanwhile, as long as there is something of them within `wait_s` and `goes_on`."""
+        results = [GetResult(Outcome.NOT_FOUND)] * len(keys)
+        left = list(range(len(keys)))
+        turns: list[_Turn] = []
+        asked: Ahead | None = ahead
+        with contextlib.suppress(OutOfTimeError):  # what has been taken by then is good
+            while asked is not None:
+                held = dict(zip(left, self.found(asked, len(left)), strict=True))
+                leased = {at: f for at, f in held.items() if f.status == pb.ITEM_STATUS_OK}
+                if not leased:
+                    break
+                left = [at for at in left if at not in leased]
+                asked_at, asked = asked.asked_at, None
+                if left and goes_on():
+                    asked = self.ask_get([keys[at] for at in left], until, wait_s)
+                turns.append(self._take(leased, sink, asked_at, until))
+        for turn in turns:
+            self._verify(turn, keys, results)
+        return results
+
+    def _take(
+        self,
+        leased: dict[int, pb.GetResult],
+        sink: Sink,
+        asked_at: float,
+        until: float,
+        targets: Sequence[memoryview] | None = None,
+    ) -> _Turn:
+        """Read what was leased, by its place in the batch, and ask for the leases to end."""
         moves = [
-            _move(
-                held[at].lease_id,
-                held[at].placement,
-                partial(sink, at),
-                None if targets is None else targets[at],
-            )
-            for at in leased
+            _move(f.lease_id, f.placement, partial(sink, at), targets[at] if targets else None)
+            for at, f in leased.items()
         ]
-        lease_s = min(held[at].lease_ms for at in leased) / 1000
-        with self.releasing([m.id for m in moves], until) as released:
-            # the lease may have begun while the batch before this one was moved
-            checksums = self._read(moves, lease_s, ahead.asked_at + lease_s / 2, until)
-        # a lease that could be released has held until then: this verifies what was read
-        for at, sum_, outcome in zip(leased, checksums, released, strict=True):
-            results[at] = verified(held[at], sum_, outcome)
-        corrupt = [keys[at] for at in leased if results[at].outcome is Outcome.CORRUPT]
+        lease_s = min(f.lease_ms for f in leased.values()) / 1000
+        release = self._calls.stub.Release
+        request = pb.ReleaseRequest(lease_ids=[move.id for move in moves])
+        try:
+            checksums = self._read(moves, lease_s, asked_at + lease_s / 2, until)
+            return _Turn(leased, checksums, self._calls.begin(release, request, until))
+        except BaseException:
+            self._calls.forget(release, request)
+            raise
+
+    def _verify(self, turn: _Turn, keys: Sequence[bytes], results: list[GetResult]) -> None:
+        """A lease that could be released has held until then: this verifies what was read."""
+        statuses = one_each(turn.released.result().statuses, len(turn.leased))
+        corrupt = []
+        for (at, f), sum_, status in zip(
+            turn.leased.items(), turn.checksums, statuses, strict=True
+        ):
+            results[at] = verified(f, sum_, outcome_of(status))
+            if results[at].outcome is Outcome.CORRUPT:
+                corrupt.append(keys[at])
         if corrupt:
             self._calls.forget(self._calls.stub.Check, pb.CheckRequest(keys=corrupt))
-        return results
 
     def holds(self, lease_ids: Sequence[int], until: float, renew_s: float = 0.0) -> list[bool]:
         """Whether leases hold; those that do are renewed. Errors as `put`."""
         request = pb.VerifyLeaseRequest(lease_ids=lease_ids, renew_ms=int(renew_s * 1000))
         statuses = self._calls.call(self._calls.stub.VerifyLease, request, until).statuses
         return [s == pb.ITEM_STATUS_OK for s in one_each(statuses, len(lease_ids))]
-
-    @contextlib.contextmanager
-    def releasing(self, lease_ids: list[int], until: float) -> Iterator[list[Outcome]]:
-        """End leases with the block; the outcomes are there after it. Errors as `put`."""
-        request = pb.ReleaseRequest(lease_ids=lease_ids)
-        outcomes: list[Outcome] = []
-        try:
-            yield outcomes
-        except BaseException:
-            self._calls.forget(self._calls.stub.Release, request)
-            raise
-        statuses = self._calls.call(self._calls.stub.Release, request, until).statuses
-        outcomes += [outcome_of(status) for status in one_each(statuses, len(lease_ids))]
 
     def _read(
         self, moves: Sequence[Move], lease_s: float, renew_at: float, until: float

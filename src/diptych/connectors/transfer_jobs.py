@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
     from diptych.connectors.page_copy import Bytes
 
-# What one call to the store moves. A save's is a long prompt, so that all of it is one line of
-# batches, and no more, so that room which is staged is given back.
+# What one call to the store moves. A save's, and that of a load which follows one, is a long
+# prompt: it goes on without a pause. No more, so that room which is staged is given back.
 BATCH_OBJECTS = 256
 SAVE_BYTES = 1 << 30
 LOAD_BYTES = 256 << 20
@@ -55,7 +55,8 @@ class TransferLimits:
 class Load:
     """A load under way: `valid` tokens from position 0 hold so far. One that follows has objects
     that are `awaited`, came forward last at `moved_s`, and says `again` if it wants another turn.
-    `num_taken` objects have begun to come, the last at `read_s`. Times are for `PageTimes`, too."""
+    `num_taken` objects have begun to come, the last at `read_s`; `num_open` of them are not all
+    copied. Times are for `PageTimes`, too."""
 
     order: LoadOrder
     deadline_s: float
@@ -65,6 +66,7 @@ class Load:
     moved_s: float = 0.0
     again: bool = False
     num_taken: int = 0
+    num_open: int = 0
     ordered_s: float = 0.0
     begun_s: float = 0.0
     read_s: float = 0.0

@@ -23,6 +23,7 @@ from diptych.connectors.page_copy import CacheCopier
 from diptych.connectors.page_orders import LoadOrder, Outgoing, PageStore, SaveOrder
 from diptych.connectors.page_times import PageTimes
 from diptych.connectors.pages import PageObject, TokenRange
+from diptych.connectors.store_move import Begun, finish
 from diptych.connectors.stored_objects import StoredObjects
 from diptych.connectors.transfer_jobs import (
     LOAD_BYTES,
@@ -35,7 +36,7 @@ from diptych.connectors.transfer_jobs import (
     stored_object,
 )
 from diptych.engine.request import KVObject
-from diptych.errors import DiptychError
+from diptych.errors import DiptychError, TransferError
 from diptych.fault_points import reach
 
 logger = logging.getLogger(__name__)
@@ -280,6 +281,7 @@ class Transfers:
             take = partial(self._take, load, batch, wanted)
             read = store.get_many([(o.key, o.num_bytes) for o in batch], take)
             reach("load.end")
+            self._check_copied(load)
             for item, tokens, checksum in zip(batch, wanted, read, strict=True):
                 if load.aborted or not self._arrived(load.order, item, checksum):
                     return
@@ -296,14 +298,16 @@ class Transfers:
             load.awaited, load.begun_s, load.moved_s = list(load.order.objects), now, now
         if load.aborted or self._is_late(load.deadline_s):
             return
-        batch = next(batches(load.awaited, self._copier.token_bytes, LOAD_BYTES))
+        batch = next(batches(load.awaited, self._copier.token_bytes, SAVE_BYTES))
         with self._wake:
             wait_s = 1e-3 if self._loads or self._saves else _FOLLOW_S
         reach("load.begin")
         self._copier.reach(store.pools())
         take = partial(self._take, load, batch, [_wanted(load.order, item) for item in batch])
-        read = store.get_many([(o.key, o.num_bytes) for o in batch], take, wait_s)
+        goes_on = partial(self._has_turn, load)
+        read = store.get_many([(o.key, o.num_bytes) for o in batch], take, wait_s, goes_on)
         reach("load.end")
+        self._check_copied(load)
         come = {
             item.key
             for item, checksum in zip(batch, read, strict=True)
@@ -315,6 +319,12 @@ class Transfers:
         load.moved_s = now if come else load.moved_s
         is_stuck = now - load.moved_s > self._limits.transfer_timeout_s / 2
         load.again = bool(left) and not (load.aborted or is_stuck)
+
+    def _has_turn(self, load: Load) -> bool:
+        """Whether a load that is awaited may keep the thread."""
+        with self._wake:
+            others = self._loads or self._saves or self._followers
+            return not (others or load.aborted or self._closing)
 
     def _take(
         self,
@@ -332,8 +342,21 @@ class Transfers:
             with self._wake:
                 load.read_s = self._clock.monotonic()
                 load.num_taken += 1
-            return left
+                load.num_open += 1
+            end = partial(self._end_copy, load, left)
+            return Begun(end) if isinstance(left, Begun) else end
         return None
+
+    def _end_copy(self, load: Load, left: object) -> None:
+        finish(left)
+        with self._wake:
+            load.num_open -= 1
+
+    @staticmethod
+    def _check_copied(load: Load) -> None:
+        """A store that says it has read must have called for the end of every copy."""
+        if load.num_open:
+            raise TransferError(f"{load.num_open} objects were read and not copied")
 
     def _arrived(self, order: LoadOrder, item: KVObject, checksum: int | None) -> bool:
         """Whether the object came whole and is the one that was meant."""
