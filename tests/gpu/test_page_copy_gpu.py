@@ -41,6 +41,19 @@ def test_gather_and_scatter_agree_with_the_cpu(block_size: int, dtype: str) -> N
         assert torch.equal(on_gpu.cpu(), empty)
 
 
+@pytest.mark.parametrize("block_size", [32, 64])
+def test_many_objects_are_gathered_as_each_of_them(block_size: int) -> None:
+    cache = make_cache(make_layout(block_size, num_blocks=200, dtype="bfloat16"), seed=3).cuda()
+    torch.cuda.synchronize()
+    copier, blocks = CacheCopier(cache), list(range(199, 99, -1))
+    ranges = [TokenRange(at * 64, at * 64 + 64) for at in range(40)] + [TokenRange(2560, 2600)]
+    pages = list(copier.gather_all(blocks, ranges))
+    alone = [copier.gather(blocks, tokens) for tokens in ranges]
+    copier.mark()
+    for page, one in zip(pages, alone, strict=True):
+        assert torch.equal(page, one)
+
+
 def test_a_pool_that_is_pinned_is_reached_directly_and_gives_the_same_bytes() -> None:
     layout = make_layout(64, dtype="bfloat16")
     cache = make_cache(layout, seed=3).cuda()

@@ -9,7 +9,7 @@ its own, and copies from and to the host on one of the thread that asks.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +27,10 @@ if TYPE_CHECKING:
     Bytes = NDArray[np.uint8] | Tensor
 
 
+# objects of one piece of memory, which is free only when all of them are
+_GATHERED_AT_ONCE = 16
+
+
 class CacheCopier:
     """Gathers objects from one KV cache and scatters them back."""
 
@@ -42,6 +46,10 @@ class CacheCopier:
         self._gathers = _side_stream_of(raw.device, priority=-1) if self._on_gpu else None
         heads, layers, _, _, row = raw.shape[1:]
         self._shape = (int(heads), int(layers), 2, -1, int(row))
+        # the same bytes as `[num_blocks, words]`: what a kernel copies best
+        self._words = raw.view(raw.shape[0], -1)
+        if self._words.shape[1] % 8 == 0:
+            self._words = self._words.view(torch.int64)
         self.token_bytes = int(heads * layers * 2 * row)
 
     def mark(self) -> torch.cuda.Event | None:
@@ -52,6 +60,18 @@ class CacheCopier:
         event = _end_of(self._gathers)
         torch.cuda.current_stream(self._device).wait_event(event)
         return event
+
+    def gather_all(self, block_ids: Sequence[int], ranges: Sequence[TokenRange]) -> Iterator[Bytes]:
+        """`gather` of each; on a GPU many whole blocks at once."""
+        at = 0
+        while at < len(ranges):
+            blocks = self._whole_blocks(block_ids, ranges[at : at + _GATHERED_AT_ONCE])
+            if len(blocks) > 1:
+                yield from self._select(blocks)
+                at += len(blocks)
+            else:
+                yield self.gather(block_ids, ranges[at])
+                at += 1
 
     def gather(self, block_ids: Sequence[int], tokens: TokenRange) -> Bytes:
         """The object of `tokens`, on the cache's device. Their KV must be there. A GPU copies it on
@@ -73,6 +93,24 @@ class CacheCopier:
             else:
                 self._read(on_device, block_ids, runs)
         return on_device
+
+    def _whole_blocks(self, block_ids: Sequence[int], ranges: Sequence[TokenRange]) -> list[int]:
+        """The blocks of the first ranges, as far as each is one whole block; on a CPU none."""
+        blocks: list[int] = []
+        if self._gathers is not None:
+            for start, end in ranges:
+                if start % self._block_size or end - start != self._block_size:
+                    break
+                blocks.append(block_ids[start // self._block_size])
+        return blocks
+
+    def _select(self, blocks: Sequence[int]) -> Iterator[Bytes]:
+        """Objects of these blocks, in one piece of memory."""
+        with torch.cuda.stream(self._gathers):
+            rows = torch.tensor(blocks, pin_memory=True).to(self._device, non_blocking=True)
+            words = self._words.index_select(0, rows)
+        shape = (len(blocks), *self._shape[:3], self._block_size, self._shape[4])
+        return iter(words.view(torch.uint8).view(shape).unbind(0))
 
     def reach(self, pools: Sequence[memoryview]) -> None:
         """These whole pools are mapped here now, and no copy of another is under way: a GPU is to

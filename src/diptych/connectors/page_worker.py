@@ -167,10 +167,10 @@ def _known(order: SaveOrder, cache: CacheCopier, stored: StoredObjects) -> dict[
 def _gather(order: SaveOrder, items: list[PageObject], cache: CacheCopier) -> dict[bytes, Bytes]:
     """The objects' bytes; fewer where memory ends: that costs the save, not the step."""
     pages: dict[bytes, Bytes] = {}
+    ranges = [TokenRange(item.start_token, item.end_token) for item in items]
     try:
-        for item in items:
-            tokens = TokenRange(item.start_token, item.end_token)
-            pages[item.key] = cache.gather(order.block_ids, tokens)
+        for item, page in zip(items, cache.gather_all(order.block_ids, ranges), strict=True):
+            pages[item.key] = page
     except (torch.OutOfMemoryError, MemoryError):
         logger.warning("request %s: memory ended while its KV was staged", order.request_id)
     return pages

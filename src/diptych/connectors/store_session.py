@@ -21,8 +21,10 @@ from diptych.proto import kvstore_pb2 as pb
 Sink = Callable[[int, memoryview], object]
 
 _FORGET_TIMEOUT_S = 0.5
-# What is written is published by so many bytes, while the rest is written.
+# What is written is published by so many bytes, while the rest is written; towards the end by
+# fewer, so that who waits for it has little left to do then.
 _PUBLISH_BYTES = 64 << 20
+_LAST_BYTES = 16 << 20
 # A read is cut here, to look whether its leases need to be renewed.
 _READ_BYTES = 256 << 20
 
@@ -192,7 +194,7 @@ class StoreSession:
     ) -> None:
         """Ask for what is written to be published, some while the rest is written."""
         ends: list[pb.PutEndItem] = []
-        num_bytes = 0
+        num_bytes, left = 0, sum(move.num_bytes for move in moves)
         for move, at, sum_ in zip(moves, written.granted, sums, strict=True):
             if sum_ is not None and items[at].checksum not in (None, sum_):
                 written.damaged.add(at)
@@ -202,8 +204,9 @@ class StoreSession:
                 continue
             ends.append(pb.PutEndItem(put_id=move.id, checksum=sum_))
             num_bytes += move.num_bytes
-            if num_bytes >= _PUBLISH_BYTES:
+            if num_bytes >= min(max(left // 4, _LAST_BYTES), _PUBLISH_BYTES):
                 self._ask_put_end(ends, written, until)
+                left -= num_bytes
                 ends, num_bytes = [], 0
         if ends:
             self._ask_put_end(ends, written, until)

@@ -22,7 +22,7 @@ from diptych.proto import kvstore_pb2 as pb
 _log = logging.getLogger(__name__)
 
 # what is left of a touch, its view, until when it may be begun
-_End = Callable[[object, memoryview, float], int | None]
+_Ending = Callable[[object, memoryview, float], int | None]
 
 # One core hashes slower than memory is: an object a thread. Of a host's cores two engines may use
 # so many each, and more than these gain nothing.
@@ -134,39 +134,29 @@ class MappedMover:
         return [self._view]
 
     def _move(
-        self, end: _End, moves: Sequence[Move], pool: memoryview, until: float
+        self, end: _Ending, moves: Sequence[Move], pool: memoryview, until: float
     ) -> Generator[int | None, None, None]:
         num_bytes = sum(move.num_bytes for move in moves)
         if self._threads is None or num_bytes < _THREADED_BYTES or len(moves) < 2:
             for move in moves:
                 yield _one(end, move, pool, until)
             return
+        begun: list[tuple[object, memoryview] | None] = []
         futures: list[Future[int | None]] = []
         try:
+            # all before any thread is woken: who begins copies has the interpreter for himself
             for move in moves:
-                futures.append(self._begin(self._threads, end, move, pool, until))
+                begun.append(_begin(move, pool, until))
+            for each in begun:
+                futures.append(self._threads.submit(_end, end, each, until))
             for future in futures:
                 yield future.result()
         finally:
             # an error of one must not leave others at work on room that is given back
             wait(futures)
-
-    @staticmethod
-    def _begin(
-        threads: ThreadPoolExecutor, end: _End, move: Move, pool: memoryview, until: float
-    ) -> Future[int | None]:
-        """Copies that go on by themselves are begun one after another, here: they come in that
-        order, and threads look at each once it is there."""
-        if time.monotonic() >= until:
-            return threads.submit(lambda: None)
-        view = pool[move.offset : move.offset + move.num_bytes]
-        left = move.touch(view)
-        try:
-            return threads.submit(end, left, view, until)
-        except RuntimeError:  # another thread has closed this
-            if isinstance(left, Begun):
-                left.wait()
-            raise
+            for each in begun[len(futures) :]:
+                if each is not None and isinstance(each[0], Begun):
+                    each[0].wait()
 
     def view(self, offset: int, num_bytes: int) -> memoryview:
         """Bytes of the pool, read-only."""
@@ -178,7 +168,19 @@ class MappedMover:
             self._threads.shutdown(wait=False)
 
 
-def _one(end: _End, move: Move, pool: memoryview, until: float) -> int | None:
+def _begin(move: Move, pool: memoryview, until: float) -> tuple[object, memoryview] | None:
+    """What is left of a move, with its view; None: it is too late for it."""
+    if time.monotonic() >= until:
+        return None
+    view = pool[move.offset : move.offset + move.num_bytes]
+    return move.touch(view), view
+
+
+def _end(end: _Ending, begun: tuple[object, memoryview] | None, until: float) -> int | None:
+    return None if begun is None else end(*begun, until)
+
+
+def _one(end: _Ending, move: Move, pool: memoryview, until: float) -> int | None:
     if time.monotonic() >= until:
         return None
     with pool[move.offset : move.offset + move.num_bytes] as view:
