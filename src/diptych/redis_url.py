@@ -53,18 +53,18 @@ def open_redis(url: str, timeout_s: float) -> Opened:
             return _of_sentinels(urlsplit(url), options, _SENTINEL_PART * timeout_s)
         redis = redis_asyncio.from_url(url, **options)
     except (ValueError, RedisError) as error:
-        raise ConfigError(
-            f"bad Redis URL {without_password(url)}: {error}", param="redis"
-        ) from error
+        shown = without_password(url)
+        # what cannot be read may quote a part of the password
+        why = str(error) if shown == url else "part of it is missing, or not percent-encoded"
+        raise ConfigError(f"bad Redis URL {shown}: {why}", param="redis") from None
     return Opened(redis, redis.aclose)
 
 
 def without_password(url: str) -> str:
-    """A Redis URL as it may be shown."""
-    parts = urlsplit(url)
-    if "@" not in parts.netloc:
-        return url
-    return parts._replace(netloc=parts.netloc.rsplit("@", 1)[1]).geturl()
+    """A Redis URL as it may be shown, also one whose password makes it none."""
+    scheme, separator, rest = url.partition("://")
+    address, query, _ = rest.rpartition("@")[2].partition("?")
+    return f"{scheme}{separator}{address}{query and '?…'}" if separator else "(no URL)"
 
 
 def _of_sentinels(url: SplitResult, options: dict[str, Any], timeout_s: float) -> Opened:

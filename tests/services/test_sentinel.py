@@ -19,7 +19,7 @@ from diptych.embedded_redis import find_server
 from diptych.errors import ConfigError, UnavailableError
 from diptych.launcher import child
 from diptych.redis_client import RedisClient
-from diptych.redis_url import open_redis
+from diptych.redis_url import open_redis, without_password
 from diptych.registry import Heartbeat, Registry, Watch, WorkerRecord
 
 WORKER = WorkerRecord(
@@ -163,6 +163,24 @@ def test_a_url_that_names_no_sentinels_is_refused(url: str, reason: str) -> None
     with pytest.raises(ConfigError, match=reason) as refused:
         RedisClient(config(url))
     assert refused.value.param == "redis"
+
+
+@pytest.mark.parametrize("way", ["redis", "redis+sentinel"])
+@pytest.mark.parametrize("secret", ["ge/heim", "ge?heim", "ge#heim", "ge@heim", "[geheim"])
+def test_a_password_that_is_not_encoded_is_not_shown(way: str, secret: str) -> None:
+    url = f"{way}://me:{secret}@127.0.0.1:x/service"
+    assert "heim" not in without_password(url)
+    with pytest.raises(ConfigError, match=r"127\.0\.0\.1") as refused:
+        RedisClient(config(url))
+    assert not any(part in str(refused.value) for part in ("ge/", "ge?", "ge#", "heim", "'ge"))
+    assert refused.value.__suppress_context__
+
+
+def test_options_of_a_url_are_not_shown_and_what_is_no_url_is_refused() -> None:
+    assert "geheim" not in RedisClient(config("redis://127.0.0.1:1?password=geheim")).problem
+    for url in ("redis://[::1", "127.0.0.1:6379", "http://127.0.0.1:1"):
+        with pytest.raises(ConfigError, match="bad Redis URL"):
+            RedisClient(config(url))
 
 
 @pytest.mark.anyio
