@@ -270,7 +270,7 @@ class Dispatcher:
         num_tokens = len(job.request.prompt_token_ids) + job.route.num_tokens
         job.before_token_1 = link.num_tokens_in_flight + num_tokens
         job.asked_at = self._clock.monotonic()
-        reach("router.submit")
+        reach("router.hand_over" if stage is Stage.DECODE else "router.submit")
         refusals = await self._submit_all(job, links, messages)
         if refusals:
             # what can never run is said at once, whoever says it
@@ -313,7 +313,7 @@ class Dispatcher:
             deadline=job.deadline,
         ).messages(self._tickets, self._clock)
         job.links[link.key] = link
-        reach("router.submit")
+        reach("router.hand_over")
         refusals = await self._submit_all(job, [link], messages)
         if refusals:
             logger.info("%s on %s: %s", job.request.request_id, link.address, refusals[0].error)

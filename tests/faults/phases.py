@@ -30,7 +30,7 @@ STORE_PHASES = (
     Phase("prefill", "save.write"),
     Phase("kvstore", "store.put_end"),
     Phase("prefill", "save.end"),
-    Phase("router-0", "router.handed_over"),
+    Phase("router-0", "router.hand_over"),
     Phase("decode", "worker.admitted"),
     Phase("decode", "load.begin"),
     Phase("kvstore", "store.got"),
