@@ -9,7 +9,7 @@ from contextlib import ExitStack
 import msgspec
 import pytest
 
-from diptych.connectors.direct_shortcut import MAX_BYTES, Shortcut
+from diptych.connectors.direct_shortcut import MAX_BYTES, MAX_REFUSED, REFUSED_S, Shortcut
 from diptych.connectors.store_wire import socket_name
 
 
@@ -79,3 +79,51 @@ def test_who_is_elsewhere_or_gone_is_not_spoken_to(pair: tuple[Shortcut, Shortcu
     assert not one.send("other", b"x")
     assert not one.send("other", b"x")
     assert not one.num_sent
+
+
+def test_strangers_without_end_close_it_and_peers_take_the_stream() -> None:
+    now = [0.0]
+    with ExitStack() as stack:
+        one, other = Shortcut(), Shortcut(lambda: now[0])
+        stack.callback(one.close)
+        stack.callback(other.close)
+        one.meet("other", other.card)
+        other.meet("one", one.card)
+        stranger = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM))
+        target = socket_name(other.card.address)
+        for count in range(2 * MAX_REFUSED):
+            if count == MAX_REFUSED:
+                now[0] += REFUSED_S  # so far it was slow enough
+            stranger.sendto(b"x", target)
+            assert other.receive() is None
+        assert one.send("other", b"still heard")
+        assert other.receive() == ("one", b"still heard")
+        stranger.sendto(b"x", target)
+        assert other.receive() is None
+        assert other.closed
+        assert other.receive() is None
+        assert not other.send("one", b"x")
+        assert not one.send("other", b"x")
+        other.meet("one", one.card)
+        assert not other.send("one", b"x")
+
+
+@pytest.mark.parametrize("order", [("liar", "one"), ("one", "liar")])
+def test_no_peer_is_heard_as_another_whose_name_it_claims(order: tuple[str, str]) -> None:
+    with ExitStack() as stack:
+        one, other = Shortcut(), Shortcut()
+        stack.callback(one.close)
+        stack.callback(other.close)
+        one.meet("other", other.card)
+        for peer in order:
+            other.meet(peer, one.card)
+        assert other.closed
+        assert not one.send("other", b"x")  # and its message goes by the stream
+        other.part("liar")
+
+
+def test_a_peer_that_is_met_again_keeps_its_name(pair: tuple[Shortcut, Shortcut]) -> None:
+    one, other = pair
+    other.meet("one", one.card)
+    assert one.send("other", b"x")
+    assert other.receive() == ("one", b"x")

@@ -323,7 +323,7 @@ class DirectDriver:
         the model's thread may keep it for a while: there is none too many."""
         poller = select.poll()
         poller.register(self._wake_fd, select.POLLIN)
-        if self._shortcut is not None:
+        if self._shortcut is not None and not self._shortcut.closed:
             poller.register(self._shortcut, select.POLLIN)
         if self._port is not None and not self._port.closed:
             unsent = select.POLLOUT if self._port.has_unsent else 0

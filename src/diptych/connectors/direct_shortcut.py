@@ -12,6 +12,8 @@ import hmac
 import logging
 import os
 import socket
+import time
+from collections.abc import Callable
 
 import msgspec
 
@@ -23,6 +25,8 @@ NAME_BYTES = 16
 _HEADER_BYTES = TOKEN_BYTES + NAME_BYTES
 # a COMMIT of a million tokens has a megabyte, and takes the stream
 MAX_BYTES = 128 << 10
+# any process of the host can find the address: each of its datagrams costs a turn of the thread
+MAX_REFUSED, REFUSED_S = 4096, 10.0
 
 
 class ShortcutCard(msgspec.Struct, frozen=True, kw_only=True):
@@ -35,9 +39,14 @@ class ShortcutCard(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Shortcut:
-    """One engine's socket, and the peers that can be reached past the stream. One thread's."""
+    """One engine's socket, and the peers that can be reached past the stream. One thread's.
 
-    def __init__(self) -> None:
+    It closes for good where strangers send without end, or two peers claim one name: peers see that
+    nobody is there, and take the stream.
+    """
+
+    def __init__(self, monotonic: Callable[[], float] = time.monotonic) -> None:
+        self._monotonic = monotonic
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self._socket.setblocking(False)
         address = f"@diptych-control-{os.getpid()}-{os.urandom(8).hex()}"
@@ -51,8 +60,13 @@ class Shortcut:
         self._targets: dict[str, ShortcutCard] = {}
         self._peers: dict[bytes, str] = {}
         self._buffer = bytearray(_HEADER_BYTES + MAX_BYTES + 1)
+        self._num_lately, self._lately_s = 0, monotonic()
         self.num_sent = 0
         self.num_refused = 0
+
+    @property
+    def closed(self) -> bool:
+        return self._socket.fileno() < 0
 
     def fileno(self) -> int:
         return self._socket.fileno()
@@ -60,7 +74,13 @@ class Shortcut:
     def meet(self, peer: str, card: ShortcutCard | None) -> None:
         """The peer may send from now on, and is sent to where it is on this host."""
         self.part(peer)
-        if card is not None and card.boot_id == self.card.boot_id != "":
+        if self.closed or card is None or not card.boot_id == self.card.boot_id != "":
+            return
+        if card.name in self._peers:
+            # whoever it is whose name that is would be taken for the other
+            _log.warning("two peers have one name: hand-offs' messages take the stream")
+            self.close()
+        else:
             self._targets[peer] = card
             self._peers[card.name] = peer
 
@@ -91,6 +111,8 @@ class Shortcut:
 
     def receive(self) -> tuple[str, bytes] | None:
         """The next message and its peer, where there is one; what strangers send is dropped."""
+        if self.closed:
+            return None
         try:
             count = self._socket.recv_into(self._buffer)
         except OSError:
@@ -99,10 +121,22 @@ class Shortcut:
         token_is_right = hmac.compare_digest(header[:TOKEN_BYTES], self.card.token)
         peer = self._peers.get(header[TOKEN_BYTES:])
         if not token_is_right or peer is None or count > _HEADER_BYTES + MAX_BYTES:
-            self.num_refused += 1
+            self._refuse()
             return None
         return peer, body
 
     def close(self) -> None:
         """Idempotent."""
         self._socket.close()
+        self._targets.clear()
+        self._peers.clear()
+
+    def _refuse(self) -> None:
+        self.num_refused += 1
+        now = self._monotonic()
+        if now - self._lately_s >= REFUSED_S:
+            self._num_lately, self._lately_s = 0, now
+        self._num_lately += 1
+        if self._num_lately > MAX_REFUSED:
+            _log.warning("strangers send without end: hand-offs' messages take the stream")
+            self.close()
