@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from diptych.connectors.direct_early import MAX_KEPT, EarlyAnnouncements
+import msgspec
+
+from diptych.connectors.direct_early import MAX_KEPT, MAX_KEPT_IDS, EarlyAnnouncements
 from diptych.connectors.direct_messages import HandoffMessage
 from diptych.connectors.handoff import Event
 
@@ -42,3 +44,20 @@ def test_what_an_incarnation_said_goes_with_it() -> None:
     early.part("p")
     assert early.take("p", "r") is None
     assert early.take("q", "s") is not None
+
+
+def test_few_that_name_many_blocks_are_too_much_as_well() -> None:
+    early = EarlyAnnouncements(lambda: 0.0, 5.0)
+    long = msgspec.structs.replace(said("long", 1), block_ids=[0] * (MAX_KEPT_IDS // 2 + 1))
+    for number in range(3):  # said again they are one
+        early.keep("p", msgspec.structs.replace(long, number=number))
+    assert not early.drop()
+    early.keep("p", msgspec.structs.replace(long, request_id="other"))
+    assert early.drop() == 1
+    assert early.take("p", "long") is None
+    assert early.take("p", "other") is not None
+    for peer in ("p", "q", "q"):  # what was taken, or went with its peer, takes no room
+        early.keep(peer, long)
+        early.part("q")
+    assert not early.drop()
+    assert early.take("p", "long") == long
