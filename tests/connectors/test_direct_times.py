@@ -53,3 +53,18 @@ def test_a_request_is_followed_until_its_first_token_here_is_sent() -> None:
     )
     note(StepStage.LAUNCHED, "r", "ended")
     assert times.summary().count("ms") == 4
+
+
+def test_who_ended_before_its_first_step_is_not_followed_for_ever() -> None:
+    times, clock = HandoffTimes(), [0.0]
+    steps = FirstSteps(lambda: clock[0], times)
+    steps.begin(["r"])
+    steps.note(StepStage.WRITTEN, ())
+    steps.forget("r")  # as far as is known here it may be in the step that is about to be launched
+    clock[0] += 11.0
+    steps.begin(["s"])
+    steps.note(StepStage.LAUNCHED, ["r"])
+    assert "launched" not in times.summary()
+    steps.note(StepStage.WRITTEN, ())
+    steps.note(StepStage.LAUNCHED, ["s"])
+    assert "written to launched" in times.summary()

@@ -50,6 +50,8 @@ _NAMES = {
 _FOLLOWING = dict(itertools.pairwise(_NAMES))
 # of whoever waits for them: these come without names
 _OF_ALL = (StepStage.WRITTEN, StepStage.SENT)
+# who ended before the step it was taken into comes no further
+_LOST_S = 10.0
 
 
 class FirstSteps:
@@ -64,6 +66,8 @@ class FirstSteps:
     def begin(self, request_ids: Collection[str]) -> None:
         """These are taken in: they are in the next step, unless they have ended."""
         now = self._monotonic()
+        for request_id in [r for r, stage in self._stages.items() if now - stage.since_s > _LOST_S]:
+            del self._stages[request_id]
         for request_id in request_ids:
             self._stages[request_id] = _Stage(StepStage.WRITTEN, now)
 
