@@ -264,6 +264,25 @@ def test_a_load_is_expected_while_its_last_quarter_comes_and_then_taken_by_itsel
     moving.close()
 
 
+def test_a_step_is_held_for_a_load_of_which_all_is_on_its_way() -> None:
+    clock, store = ManualClock(), SomePages({bytes([i]) * 32 for i in range(4)})
+    moving = Transfers("test", lambda: store, Copier(), PATIENT, clock)  # type: ignore[arg-type]
+    moving._times.last_s = 0.004
+    load = awaited_load(1e9)
+    moving._live_loads["r"] = load
+    assert moving.hold_until_s(1e9) == 0.0
+    load.num_taken, load.read_s = 4, clock.now
+    assert moving.hold_until_s(clock.now + 0.005) == pytest.approx(clock.now + 0.006)
+    assert moving.hold_until_s(clock.now + 0.003) == 0.0, "it comes too late"
+    clock.now += 0.007
+    assert moving.hold_until_s(clock.now + 1) == 0.0, "it was to be there by now"
+    clock.now -= 0.007
+    moving._come.add("s")
+    assert moving.hold_until_s(clock.now + 1) == 0.0, "another one waits for no third"
+    moving._live_loads.clear()
+    moving.close()
+
+
 def test_what_did_not_come_whole_is_not_taken_as_arrived() -> None:
     clock, store = ManualClock(), SomePages(set())
     moving = Transfers("test", lambda: store, Copier(), PATIENT, clock)  # type: ignore[arg-type]

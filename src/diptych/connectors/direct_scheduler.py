@@ -79,7 +79,8 @@ class DirectScheduler(KVConnectorScheduler):
             self._other.await_arrival(until_s, first=first)
 
     def hold_until_s(self, limit_s: float) -> float:
-        return self._driver.reports.hold_until_s(limit_s)
+        ours = self._driver.reports.hold_until_s(limit_s)
+        return ours or (0.0 if self._other is None else self._other.hold_until_s(limit_s))
 
     def take_arrived(self) -> KVConnectorOutput | None:
         ours = self._driver.reports.take_arrived()

@@ -8,6 +8,8 @@ from collections.abc import Callable
 from diptych.connectors.direct_times import FirstSteps, HandoffTimes
 from diptych.connectors.transfer_jobs import Load, Save
 
+_WEIGHT = 0.3
+
 
 class PageTimes:
     """Not thread-safe: its user has a lock.
@@ -22,6 +24,8 @@ class PageTimes:
         self._given = HandoffTimes()
         self._taken = HandoffTimes()
         self._untold: dict[str, float] = {}
+        # lately, from the begin of the last object's copy to the end of its load
+        self.last_s = 0.0
         self._stepped = HandoffTimes()
         # of the thread that steps, and nobody else's
         self.first_steps = FirstSteps(monotonic, self._stepped)
@@ -46,6 +50,7 @@ class PageTimes:
         self._taken.add("ordered to begun", load.begun_s - load.ordered_s)
         self._taken.add("begun to read", read_s - load.begun_s)
         self._taken.add("read to valid", now - read_s)
+        self.last_s += (now - read_s - self.last_s) * (_WEIGHT if self.last_s else 1.0)
         self._untold[load.order.request_id] = now
 
     def taken_in(self, request_ids: set[str], now: float) -> None:

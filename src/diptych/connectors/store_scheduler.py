@@ -34,6 +34,7 @@ class Loads(Protocol):
     @property
     def first_steps(self) -> FirstSteps: ...
     def await_arrival(self, until_s: float, *, first: bool) -> None: ...
+    def hold_until_s(self, limit_s: float) -> float: ...
     def take_arrived(self) -> KVConnectorOutput | None: ...
 
 
@@ -72,6 +73,9 @@ class StoreScheduler(PageConnectorScheduler):
     def await_arrival(self, until_s: float, *, first: bool) -> None:
         if self._loads is not None:
             self._loads.await_arrival(until_s, first=first)
+
+    def hold_until_s(self, limit_s: float) -> float:
+        return 0.0 if self._loads is None else self._loads.hold_until_s(limit_s)
 
     def take_arrived(self) -> KVConnectorOutput | None:
         return None if self._loads is None else self._loads.take_arrived()

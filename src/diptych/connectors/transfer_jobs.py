@@ -71,6 +71,11 @@ class Load:
     begun_s: float = 0.0
     read_s: float = 0.0
 
+    @property
+    def is_all_taken(self) -> bool:
+        """Whether all of it is on the way, or there."""
+        return not self.aborted and self.num_taken >= len(self.order.objects)
+
     def is_arriving(self, now: float) -> bool:
         """Whether its last quarter is on the way, so that all is there within a step or so."""
         num_objects = len(self.order.objects)

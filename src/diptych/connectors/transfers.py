@@ -170,6 +170,19 @@ class Transfers:
                 self._times.taken_in(output.finished_recving, now)
         return output
 
+    def hold_until_s(self, limit_s: float) -> float:
+        """Until when it is worth to wait for loads of which all is on the way, and which are to
+        have ended by `limit_s`, going by others; 0: for none, or one has come and must not wait."""
+        if not self._live_loads:
+            return 0.0
+        with self._wake:
+            if self._come:
+                return 0.0
+            now, last_s = self._clock.monotonic(), self._times.last_s
+            ends = [load.read_s + last_s for load in self._live_loads.values() if load.is_all_taken]
+            holds = [end + last_s / 2 for end in ends if end <= limit_s]
+            return max((hold for hold in holds if now < hold), default=0.0)
+
     def take_arrived(self) -> KVConnectorOutput | None:
         """Hand-offs whose KV has come, whole and valid, and nothing else."""
         if not self._come:
