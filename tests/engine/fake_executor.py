@@ -140,6 +140,7 @@ class LateDevice:
             runs, "take_sent", lambda: None
         )
         self.on_submit: Callable[[], None] = lambda: None
+        self.on_wait: Callable[[], None] = lambda: None
 
     @property
     def computing(self) -> list[bool]:
@@ -164,6 +165,7 @@ class LateStep:
         if saving and (sent := self.device.take_sent()) is not None:
             return sent
         self.device.waited.append(self.step.number)
+        self.device.on_wait()
         return None
 
     def result(self) -> ModelRunnerOutput:

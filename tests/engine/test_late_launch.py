@@ -33,8 +33,12 @@ class Time:
         self.now += LAUNCH_S
         self.ends.append(max([self.now, *self.ends[-1:]]) + STEP_S)
 
+    def wait(self) -> None:
+        self.now = max(self.now, self.ends[0])
+
     def end(self) -> None:
-        self.now = max(self.now, self.ends.pop(0))
+        self.wait()
+        self.ends.pop(0)
 
 
 class TimedDriver(OverlapDriver):
@@ -44,7 +48,7 @@ class TimedDriver(OverlapDriver):
         self.time = Time()
         self.peer = FakeConnector()
         super().__init__(connector=self.peer, monotonic=self.time)
-        self.device.on_submit = self.time.launch
+        self.device.on_submit, self.device.on_wait = self.time.launch, self.time.wait
         work = self.device.execute_model
 
         def execute(step: SchedulerOutput) -> ModelRunnerOutput:
@@ -136,6 +140,19 @@ def test_kv_that_is_late_is_not_waited_for_again() -> None:
     assert driver.time.now - began_s < 2 * STEP_S
     driver.peer.ready_s = 0.0  # the connector expects it no more
     assert driver.step() == {"a": 1}
+
+
+def test_peers_that_always_announce_and_never_deliver_cost_others_half_a_step_at_most() -> None:
+    driver = TimedDriver()
+    driver.expect(3.0)
+    driver.peer.hold_until_s = lambda limit_s: limit_s  # type: ignore[method-assign]
+    began_s, tokens = driver.time.now, len(driver.clients["a"])
+    for _ in range(40):
+        driver.step()
+    num_steps = len(driver.clients["a"]) - tokens
+    assert num_steps == 20  # each waits once
+    most_s = num_steps * (1.5 * STEP_S + LAUNCH_S)
+    assert driver.time.now - began_s <= most_s * 1.001
 
 
 def test_what_came_is_in_the_next_step_though_another_is_in_flight() -> None:
