@@ -30,7 +30,7 @@ from tests.faults.pauses import Pause
 from tests.faults.proxy import Address, Proxy, listening_ports
 from tests.tiny_models import make_tiny_model
 
-SETTLE_S = 90.0
+SETTLE_S, WARM_S = 90.0, 240.0
 WARM_UP_ROUNDS, WARM_UP_AT_ONCE = 3, 12
 HEARTBEAT_S, LIVENESS_S = 0.3, 1.5
 LEASE_S, PUT_TTL_S = 1.0, 2.0
@@ -249,7 +249,16 @@ class Deployment:
         _until_empty(self.in_use)
         for name in self.of_role("kvstore"):
             until(lambda n=name: self._empties(n), f"the pool of {name} is empty", SETTLE_S)
-        _until_empty(self.extra)
+        back: set[str] = set()
+
+        def not_yet_back() -> dict[str, str]:
+            """Each was back at some time: all at once they need not be, where one that gets no
+            time to run makes others open a connection anew."""
+            found = self.extra()
+            back.update(self._pids().keys() - found.keys())
+            return {name: more for name, more in found.items() if name not in back}
+
+        _until_empty(not_yet_back)
 
     def in_use(self) -> dict[str, float]:
         """What is not given back, by name."""
@@ -301,14 +310,31 @@ class Deployment:
         workers = self.of_role("decode").values()
         return sum(worker.prompt_tokens("external_kv_transfer") for worker in workers)
 
+    def _num_handed(self, name: str) -> float:
+        """What a worker has given, in hand-offs, or taken, in tokens."""
+        worker = self.services[name]
+        if name.startswith("prefill"):
+            figures = worker.figures()
+            out, given = "diptych:handoffs_out_total", "diptych:handoffs_given_total"
+            return figures.sum(out) + figures.sum(given)
+        return worker.prompt_tokens("external_kv_transfer")
+
     def _warm_up(self, num_rounds: int) -> None:
         def one(number: int) -> Answer:
             return self.ask(QUESTIONS[number % len(QUESTIONS)], number % self.shape.routers)
 
+        before = {name: self._num_handed(name) for name in self.workers()}
         with ThreadPoolExecutor(8) as pool:
             for _ in range(num_rounds):
                 answers = list(pool.map(one, range(WARM_UP_AT_ONCE)))
                 assert all(a.ended for a in answers), answers
+
+            def all_used() -> bool:
+                """What a first hand-off opens stays open: it is to be known as what was there."""
+                list(pool.map(one, range(WARM_UP_AT_ONCE)))
+                return all(self._num_handed(n) > before[n] for n in self.workers())
+
+            until(all_used, "every worker has handed KV over or taken it", WARM_S)
         for name in self.of_role("kvstore"):
             self._empties(name)  # what checks for leaks starts threads, once
 
