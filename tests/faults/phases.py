@@ -31,6 +31,7 @@ STORE_PHASES = (
     Phase("kvstore", "store.put_end"),
     Phase("prefill", "save.end"),
     Phase("router-0", "router.hand_over"),
+    Phase("router-0", "router.stored"),
     Phase("decode", "worker.admitted"),
     Phase("decode", "load.begin"),
     Phase("kvstore", "store.got"),
@@ -38,6 +39,7 @@ STORE_PHASES = (
     Phase("kvstore", "store.release"),
     Phase("decode", "load.end"),
     Phase("decode", "engine.outputs"),
+    Phase("router-0", "router.taken_over"),
     Phase("router-0", "router.finished"),
 )
 VICTIMS = (
