@@ -152,6 +152,7 @@ class SomePages:
 
     there: set[bytes]
     asked: list[list[bytes]] = field(default_factory=list)
+    waits_s: list[float] = field(default_factory=list)
     is_lost: bool = False
     turn: threading.Event = field(default_factory=threading.Event)
 
@@ -166,6 +167,7 @@ class SomePages:
         goes_on: Callable[[], bool] = lambda: False,
     ) -> list[int | None]:
         self.asked.append([key for key, _ in items])
+        self.waits_s.append(wait_s)
         self.turn.set()
         if self.is_lost:
             raise ConnectionError
@@ -205,6 +207,20 @@ def test_what_does_not_come_for_long_is_left_to_compute(there: list[int], valid:
     clock.now += PATIENT.transfer_timeout_s / 2 + 1
     until(lambda: not moving._live_loads)
     assert moving.take_output().failed_recving == {"r": valid}
+    moving.close()
+
+
+def test_of_many_that_wait_each_has_a_shorter_turn() -> None:
+    """One whose prefill stands still keeps those of others from what is there for them."""
+    store = SomePages(set())
+    moving = Transfers("test", lambda: store, Copier(), PATIENT, ManualClock())  # type: ignore[arg-type]
+    moving.load(awaited_load(1e9))
+    until(lambda: len(store.asked) > 2)
+    alone_s = store.waits_s[1]
+    other = awaited_load(1e9)
+    other.order = replace(other.order, request_id="other")
+    moving.load(other)
+    until(lambda: store.waits_s[-1] < alone_s / 2)
     moving.close()
 
 

@@ -313,7 +313,8 @@ class Transfers:
             return
         batch = next(batches(load.awaited, self._copier.token_bytes, SAVE_BYTES))
         with self._wake:
-            wait_s = 1e-3 if self._loads or self._saves else _FOLLOW_S
+            others = self._loads or self._saves or self._followers
+            wait_s = 1e-3 if others else _FOLLOW_S
         reach("load.begin")
         self._copier.reach(store.pools())
         take = partial(self._take, load, batch, [_wanted(load.order, item) for item in batch])
