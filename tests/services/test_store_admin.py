@@ -138,8 +138,8 @@ def test_what_is_no_address_is_refused_before_anything_is_asked(capsys: Out) -> 
     assert capsys.readouterr().err == "diptych: --kvstore must be host:port, not 'foo'\n"
     assert main(["store", "stats", "--redis", "foo"]) == 1
     [line] = capsys.readouterr().err.splitlines()
-    assert line.startswith("diptych: bad Redis URL foo: ")
-    with pytest.raises(ConfigError, match="bad Redis URL foo"):
+    assert line.startswith("diptych: bad Redis URL (no URL): ")
+    with pytest.raises(ConfigError, match="bad Redis URL"):
         RegistryNodes(RedisConfig(redis="foo"))
 
 
