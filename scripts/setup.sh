@@ -34,8 +34,8 @@ install_torch() {
   fi
   rm -rf .venv/torch
   "${pip[@]}" install --no-deps --index-url "$index" "torch==$torch_pin" || {
-    say "no CPU build of torch $torch_pin at $index; install one yourself and run again:"
-    say "  .venv/bin/python -m pip install --index-url URL-OF-A-CPU-INDEX torch==$torch_pin"
+    say "no CPU build of torch $torch_pin at $index; say where one is and run again:"
+    say "  TORCH_INDEX=URL of a package index with CPU builds, or PIP_FIND_LINKS=folder with such a wheel"
     exit 1
   }
 }
