@@ -51,6 +51,7 @@ _MIN_TICK_S = 20e-6
 _MAX_TICK_S = 1e-3
 _LATENESS = 4
 _CLOSE_S = 5.0
+_WARM_UP_S = 30.0
 # the kernel has a form for each power of two of these, and one for what lies at odd addresses; the
 # last is for copy engines
 WARM_SIZES = (1, 1 << 10, 1 << 11, 1 << 12, 1 << 13, 1 << 14, ENGINE_RUN_BYTES)
@@ -128,6 +129,10 @@ class CudaIpcTransport(Transport):
         self._regions[region] = _Local(memory, _Region(*self._memory.export(memory.address)))
 
     def offer(self) -> Offer:
+        """
+        Raises:
+            TransferError: the GPU does not copy.
+        """
         self._warm_up()
         payload = _Payload(_PROCESS, {name: local.region for name, local in self._regions.items()})
         return Offer(transport=self.name, payload=msgspec.msgpack.encode(payload))
@@ -232,7 +237,10 @@ class CudaIpcTransport(Transport):
         for size in WARM_SIZES:
             runs = Runs.of([(0, half, min(size, half))])
             mark = self._memory.copy(landing.address, landing.address, runs)
+            end_s = self._monotonic() + _WARM_UP_S
             while not mark.query():
+                if self._monotonic() >= end_s:
+                    raise TransferError("a copy on the GPU does not end")
                 time.sleep(_MIN_TICK_S)
 
     def _ended(self, handle: _IpcRead) -> None:
