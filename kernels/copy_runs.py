@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from numpy.typing import NDArray
 
-# a program takes pieces of at most this, so that a few long runs keep all of them busy
+# a program takes whole runs: a few that are longer than this would keep few programs busy
 PIECE_BYTES = 128 << 10
 _UNIT_BYTES = 16
 _MIN_BLOCK_BYTES, _MAX_BLOCK_BYTES = 1 << 10, 16 << 10
@@ -24,14 +24,14 @@ _MIN_PROGRAMS, _MAX_PROGRAMS = 32, 1024
 
 
 @triton.jit(
-    do_not_specialize=["source", "target", "num_pieces"],
-    do_not_specialize_on_alignment=["pieces"],
+    do_not_specialize=["source", "target", "num_runs"],
+    do_not_specialize_on_alignment=["runs"],
 )
 def _copy_runs_kernel(
     source,
     target,
-    pieces,
-    num_pieces,
+    runs,
+    num_runs,
     WIDE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -44,10 +44,10 @@ def _copy_runs_kernel(
         p_source = source.to(tl.pointer_type(tl.int8))
         p_target = target.to(tl.pointer_type(tl.int8))
     o = tl.arange(0, BLOCK)
-    for i in range(tl.program_id(0), num_pieces, tl.num_programs(0)):
-        p_from = p_source + tl.load(pieces + i) * UNIT
-        p_to = p_target + tl.load(pieces + num_pieces + i) * UNIT
-        length = tl.load(pieces + 2 * num_pieces + i) * UNIT
+    for i in range(tl.program_id(0), num_runs, tl.num_programs(0)):
+        p_from = p_source + tl.load(runs + i) * UNIT
+        p_to = p_target + tl.load(runs + num_runs + i) * UNIT
+        length = tl.load(runs + 2 * num_runs + i) * UNIT
         for start in range(0, length, BLOCK):
             mask = start + o < length
             b = tl.load(p_from + start + o, mask=mask)
@@ -67,38 +67,26 @@ def copy_runs(
 
     Args:
         source, target: addresses of memory that the device reaches.
-        src, dst, length: int64 `[n]`, n at least 1, lengths positive; no two targets overlap.
+        src, dst, length: int64 `[n]`, n at least 1, lengths positive and better not above
+            `PIECE_BYTES`; no two targets overlap.
     """
     bits = source | target | int(np.bitwise_or.reduce(src | dst | length))
     wide = bits % _UNIT_BYTES == 0
-    pieces = _pieces(src, dst, length)
-    block_bytes = triton.next_power_of_2(int(pieces[2].max())) if wide else _NARROW_BLOCK_BYTES
+    runs = np.stack([src, dst, length])
+    block_bytes = triton.next_power_of_2(int(length.max())) if wide else _NARROW_BLOCK_BYTES
     block_bytes = min(max(block_bytes, _MIN_BLOCK_BYTES), _MAX_BLOCK_BYTES)
-    table = torch.from_numpy(pieces // _UNIT_BYTES if wide else pieces)
+    table = torch.from_numpy(runs // _UNIT_BYTES if wide else runs)
     if device.type == "cuda":
         table = table.pin_memory().to(device, non_blocking=True)
-    num_pieces = table.shape[1]
+    num_runs = table.shape[1]
     programs = min(max(_IN_FLIGHT_BYTES // block_bytes, _MIN_PROGRAMS), _MAX_PROGRAMS)
-    _copy_runs_kernel[(min(num_pieces, programs),)](
+    _copy_runs_kernel[(min(num_runs, programs),)](
         source,
         target,
         table,
-        num_pieces,
+        num_runs,
         WIDE=wide,
         BLOCK=block_bytes // 4 if wide else block_bytes,
         # four loads of 16 bytes a thread; two for small runs
         num_warps=max(1, block_bytes >> 11),
     )
-
-
-def _pieces(
-    src: NDArray[np.int64], dst: NDArray[np.int64], length: NDArray[np.int64]
-) -> NDArray[np.int64]:
-    """`[3, m]`: the runs cut to at most `PIECE_BYTES`."""
-    if length.max() <= PIECE_BYTES:
-        return np.stack([src, dst, length])
-    counts = -(-length // PIECE_BYTES)
-    before = np.cumsum(counts) - counts
-    start = (np.arange(int(counts.sum())) - np.repeat(before, counts)) * PIECE_BYTES
-    size = np.minimum(np.repeat(length, counts) - start, PIECE_BYTES)
-    return np.stack([np.repeat(src, counts) + start, np.repeat(dst, counts) + start, size])

@@ -87,11 +87,11 @@ class CudaPeerMemory:
         try:
             # its calls are short: to let the interpreter go and wait for it costs more than they do
             self._cuda = ctypes.PyDLL("libcuda.so.1")
-            from diptych.kernels.copy_runs import copy_runs
+            from diptych.kernels.copy_runs import PIECE_BYTES, copy_runs
         except (OSError, ImportError) as error:
             raise TransferError(f"CUDA IPC does not work here: {error}") from error
         self._device = torch.device(device)
-        self._copy_runs = copy_runs
+        self._copy_runs, self._piece_bytes = copy_runs, PIECE_BYTES
         # ahead of the model's kernels: a read is short, and somebody's second token waits for it
         self._streams = [
             torch.cuda.Stream(self._device, priority=-1)  # type: ignore[no-untyped-call]
@@ -123,8 +123,9 @@ class CudaPeerMemory:
             streams = self._streams[: len(runs)]
             if self._by_engines(self._copy_batch, source, target, runs, streams):
                 return _AllOver([stream.record_event() for stream in streams])
+        pieces = runs.split(self._piece_bytes)
         with torch.cuda.stream(self._streams[0]):
-            self._copy_runs(source, target, runs.src, runs.dst, runs.length, self._device)
+            self._copy_runs(source, target, pieces.src, pieces.dst, pieces.length, self._device)
         return _AllOver([self._streams[0].record_event()])
 
     def _by_engines(
