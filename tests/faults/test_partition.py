@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -97,7 +98,15 @@ class Namespace:
 
 
 @pytest.fixture(scope="module")
-def namespaces() -> Iterator[dict[str, Namespace]]:
+def tools() -> Iterator[None]:
+    """Programs of the administrator are found though the path names a user's only."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PATH", f"{os.environ['PATH']}:/usr/sbin:/sbin")
+        yield
+
+
+@pytest.fixture(scope="module")
+def namespaces(tools: None) -> Iterator[dict[str, Namespace]]:
     """That of prefill and that of decode, which reach one another through ours."""
     made = {"prefill": Namespace("diptych-p", 1), "decode": Namespace("diptych-d", 2)}
     with ExitStack() as stack:
