@@ -13,6 +13,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from subprocess import PIPE
 from typing import Any
@@ -21,6 +22,7 @@ import grpc
 import pytest
 
 from diptych.config import KVStoreConfig
+from diptych.connectors import store_session, store_transport
 from diptych.connectors.store_client import StoreClient
 from diptych.connectors.store_results import GetResult, Outcome, PutItem, PutResult
 from diptych.connectors.store_stream import StreamMover
@@ -255,6 +257,34 @@ def test_a_client_of_the_same_host_that_cannot_reach_the_socket_takes_the_stream
     mover.close()
     with pytest.raises(ConnectionRefusedError):
         open_mover(store, "memory", 5.0)
+
+
+def test_where_cores_are_spare_threads_move_objects_and_the_first_are_seen_before_the_last(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store_transport.os, "cpu_count", lambda: 16)
+    monkeypatch.setattr(store_transport, "_THREADED_BYTES", MIB)
+    monkeypatch.setattr(store_session, "_PUBLISH_BYTES", MIB // 2)
+    monkeypatch.setattr(store_session, "_LAST_BYTES", MIB // 4)
+    writer, other = patient(node.address, transport="memory"), patient(node.address)
+    objects = {key(): os.urandom(MIB // 4) for _ in range(8)}
+    first, *_, last = objects
+
+    def when_the_first_is_seen(view: memoryview) -> None:
+        deadline = time.monotonic() + 60.0
+        while other.exists_many([first]) != [True]:
+            assert time.monotonic() < deadline, "nothing is published before all is written"
+            time.sleep(0.01)
+        view[:] = objects[last]
+
+    items = [PutItem.of(k, memoryview(data)) for k, data in objects.items()]
+    items[-1] = PutItem(last, MIB // 4, lambda view: partial(when_the_first_is_seen, view))
+    assert [result.outcome for result in writer.put_many(items)] == [Outcome.OK] * 8
+    results, taken = get(writer, list(objects))
+    assert [result.outcome for result in results] == [Outcome.OK] * 8
+    assert list(dict(sorted(taken.items())).values()) == list(objects.values())
+    writer.close()
+    other.close()
 
 
 def test_who_only_asks_maps_no_pool(node: Node) -> None:

@@ -22,9 +22,11 @@ Sink = Callable[[int, memoryview], object]
 
 _FORGET_TIMEOUT_S = 0.5
 # What is written is published by so many bytes, while the rest is written; towards the end by
-# fewer, so that who waits for it has little left to do then.
+# fewer, so that who waits for it has little left to do then. Where there are no cores to spare each
+# call costs the writer half a millisecond: all at once, then.
 _PUBLISH_BYTES = 64 << 20
 _LAST_BYTES = 16 << 20
+_AT_ONCE_BYTES = 256 << 20
 # A read is cut here, to look whether its leases need to be renewed.
 _READ_BYTES = 256 << 20
 
@@ -204,7 +206,8 @@ class StoreSession:
                 continue
             ends.append(pb.PutEndItem(put_id=move.id, checksum=sum_))
             num_bytes += move.num_bytes
-            if num_bytes >= min(max(left // 4, _LAST_BYTES), _PUBLISH_BYTES):
+            part = min(max(left // 4, _LAST_BYTES), _PUBLISH_BYTES)
+            if num_bytes >= (part if self.mover.has_threads else _AT_ONCE_BYTES):
                 self._ask_put_end(ends, written, until)
                 left -= num_bytes
                 ends, num_bytes = [], 0

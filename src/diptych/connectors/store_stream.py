@@ -29,6 +29,8 @@ _PART_BYTES = 512 << 10
 class StreamMover:
     """One connection to the node's byte stream. Threads take turns."""
 
+    has_threads = False
+
     def __init__(self, connection: socket.socket, pool_bytes: int) -> None:
         self.pool_bytes = pool_bytes
         self._connection = connection

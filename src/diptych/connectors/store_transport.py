@@ -43,9 +43,11 @@ class Mover(Protocol):
 
     Attributes:
         pool_bytes: where the node's objects lie: none is beyond it.
+        has_threads: whether threads of its own compute checksums, on a host with cores to spare.
     """
 
     pool_bytes: int
+    has_threads: bool
 
     def write(
         self, moves: Sequence[Move], until: float, begin_by: float
@@ -100,6 +102,7 @@ class MappedMover:
         self.pool_bytes = self._view.nbytes
         count = min(_MAX_HASHERS, int((os.cpu_count() or 1) * _SHARE_OF_CORES))
         self._threads = ThreadPoolExecutor(count, "kv-copy") if count > 1 else None
+        self.has_threads = self._threads is not None
 
     @classmethod
     def connect(cls, address: str, token: bytes, timeout_s: float) -> MappedMover:
