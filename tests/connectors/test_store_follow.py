@@ -283,7 +283,7 @@ def test_a_load_is_expected_while_its_last_quarter_comes_and_then_taken_by_itsel
 def test_a_step_is_held_for_a_load_of_which_all_is_on_its_way() -> None:
     clock, store = ManualClock(), SomePages({bytes([i]) * 32 for i in range(4)})
     moving = Transfers("test", lambda: store, Copier(), PATIENT, clock)  # type: ignore[arg-type]
-    moving._times.last_s = 0.004
+    moving._times.last_pace.note(1, 0.004)
     load = awaited_load(1e9)
     moving._live_loads["r"] = load
     assert moving.hold_until_s(1e9) == 0.0

@@ -67,12 +67,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     """Measure, print, report."""
     args.source_device = args.source_device or args.device
-    on_gpus = args.device != "cpu" and args.source_device != "cpu"
-    # memory of a GPU cannot be mapped as a file, memory of the host needs no mapping of a GPU's
-    left_out = "shm" if args.device != "cpu" or args.source_device != "cpu" else "cuda_ipc"
-    args.transport = args.transport or [
-        name for name in NAMES if name != left_out and (on_gpus or name != "cuda_ipc")
-    ]
+    on_gpu = [device != "cpu" for device in (args.device, args.source_device)]
+    fits = {"shm": not any(on_gpu), "cuda_ipc": all(on_gpu)}
+    args.transport = args.transport or [name for name in NAMES if fits.get(name, True)]
     cases = list(_cases(args))
     num_bytes = max(2 * args.set_bytes, 2 * _prompt_bytes() if args.prompt else 0)
     rows: list[dict[str, Any]] = []

@@ -214,9 +214,8 @@ class KVConnectorOutput:
 
 
 class KVConnectorScheduler(ABC):
-    """The scheduler half. No method but `await_arrival` and
-    `flush` blocks or does I/O longer than a local
-    look-up."""
+    """The scheduler half. No method but `await_arrival` and `flush` blocks or does I/O longer than
+    a local look-up."""
 
     def request_added(self, request: RequestView) -> None:
         """The request waits from now on: what takes time to find may be looked up meanwhile."""

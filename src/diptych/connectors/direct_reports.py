@@ -66,22 +66,22 @@ class DirectReports:
     def is_expecting(self) -> bool:
         """Whether something is to be received or failed soon."""
         with self._lock:
-            return self._is_expecting()
+            return bool(self._expected(self._monotonic()))
 
-    def _is_expecting(self) -> bool:
-        if not self._arrivals:
-            return False
-        now = self._monotonic()
-        return any(a.start_s <= now < a.end_s for a in self._arrivals.values())
+    def _expected(self, now: float) -> list[Arrival]:
+        """Under the lock."""
+        return [a for a in self._arrivals.values() if a.start_s <= now < a.end_s]
 
     def await_arrival(self, until_s: float, *, first: bool) -> None:
         """Return once no KV is expected any more, or, to wait for the `first`, once some is there,
         or when it is too late."""
         with self._lock:
-            while self._is_expecting() and not (first and self._output.handed_over):
-                if (left_s := until_s - self._monotonic()) <= 0:
+            now = self._monotonic()
+            while self._expected(now) and not (first and self._output.handed_over):
+                if now >= until_s:
                     return
-                self._news.wait(left_s)
+                self._news.wait(until_s - now)
+                now = self._monotonic()
 
     def hold_until_s(self, limit_s: float) -> float:
         """Until when it is worth to wait for KV that is to be there by `limit_s`; 0: for none, or
@@ -90,7 +90,7 @@ class DirectReports:
             if self._output.handed_over:
                 return 0.0
             now = self._monotonic()
-            expected = [a for a in self._arrivals.values() if a.start_s <= now < a.end_s]
+            expected = self._expected(now)
             holds = [a.hold_s for a in expected if 0 < a.ready_s <= limit_s and now < a.hold_s]
             return max(holds, default=0.0)
 

@@ -45,8 +45,6 @@ _NAMES = {
     StepStage.KNOWN: "launched to token 2",
     StepStage.SENT: "token 2 to sent",
 }
-
-
 _FOLLOWING = dict(itertools.pairwise(_NAMES))
 # of whoever waits for them: these come without names
 _OF_ALL = (StepStage.WRITTEN, StepStage.SENT)
@@ -93,16 +91,16 @@ class FirstSteps:
 
 
 class Pace:
-    """How long prompts took lately from their first announcement to COMMIT, by their length."""
+    """How long something took lately, by the number of tokens that it was done for."""
 
     def __init__(self) -> None:
         self._token_s = 0.0
 
     def note(self, num_tokens: int, seconds: float) -> None:
-        """One that took so long."""
+        """It took so long for so many."""
         token_s = seconds / max(1, num_tokens)
         self._token_s += (token_s - self._token_s) * (_WEIGHT if self._token_s else 1.0)
 
     def expected_s(self, num_tokens: int) -> float:
-        """Of one of that length; 0 where nothing is known."""
+        """For so many; 0 where nothing is known."""
         return self._token_s * num_tokens

@@ -150,17 +150,18 @@ class PageConnectorScheduler(KVConnectorScheduler):
     def _named(self, request: RequestView, start: int, end: int) -> list[KVObject]:
         """The objects of a prompt that is being stored, named by its own tokens."""
         self._track(request).follows = True
-        objects = [
-            KVObject(
-                key=request.prefix_hash(r.end),
-                start_token=r.start,
-                end_token=r.end,
-                checksum=0,
-                num_bytes=(r.end - r.start) * self._token_bytes,
-            )
-            for r in object_ranges(end)
-        ]
+        objects = [self._object(request, tokens) for tokens in object_ranges(end)]
         return overlapping(objects, TokenRange(start, end))
+
+    def _object(self, request: RequestView, tokens: TokenRange) -> KVObject:
+        """Named by the request's own tokens; its checksum is the store's to tell."""
+        return KVObject(
+            key=request.prefix_hash(tokens.end),
+            start_token=tokens.start,
+            end_token=tokens.end,
+            checksum=0,
+            num_bytes=(tokens.end - tokens.start) * self._token_bytes,
+        )
 
     def _names_our_tokens(self, request: RequestView, item: KVObject) -> bool:
         """Whether the object's name and size are those of the request's own tokens."""

@@ -5,10 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from diptych.connectors.direct_times import FirstSteps, HandoffTimes
+from diptych.connectors.direct_times import FirstSteps, HandoffTimes, Pace
 from diptych.connectors.transfer_jobs import Load, Save
-
-_WEIGHT = 0.3
 
 
 class PageTimes:
@@ -24,8 +22,8 @@ class PageTimes:
         self._given = HandoffTimes()
         self._taken = HandoffTimes()
         self._untold: dict[str, float] = {}
-        # lately, from the begin of the last object's copy to the end of its load
-        self.last_s = 0.0
+        # from the begin of the last object's copy to the end of its load
+        self.last_pace = Pace()
         self._stepped = HandoffTimes()
         # of the thread that steps, and nobody else's
         self.first_steps = FirstSteps(monotonic, self._stepped)
@@ -50,7 +48,7 @@ class PageTimes:
         self._taken.add("ordered to begun", load.begun_s - load.ordered_s)
         self._taken.add("begun to read", read_s - load.begun_s)
         self._taken.add("read to valid", now - read_s)
-        self.last_s += (now - read_s - self.last_s) * (_WEIGHT if self.last_s else 1.0)
+        self.last_pace.note(1, now - read_s)
         self._untold[load.order.request_id] = now
 
     def taken_in(self, request_ids: set[str], now: float) -> None:

@@ -20,13 +20,7 @@ from diptych.connectors.store_answers import one_each
 from diptych.connectors.store_breaker import CircuitBreaker
 from diptych.connectors.store_move import not_again
 from diptych.connectors.store_pipeline import Pipeline
-from diptych.connectors.store_results import (
-    GetResult,
-    Outcome,
-    PutItem,
-    PutResult,
-    copy_bytes,
-)
+from diptych.connectors.store_results import GetResult, Outcome, PutItem, PutResult, copy_bytes
 from diptych.connectors.store_session import (
     ControlCalls,
     OutOfTimeError,

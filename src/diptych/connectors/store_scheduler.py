@@ -18,7 +18,7 @@ from diptych.connectors.page_lookup import PrefixLookup
 from diptych.connectors.page_orders import SaveOrder
 from diptych.connectors.page_scheduler import PageConnectorScheduler
 from diptych.connectors.page_split import Prefix
-from diptych.connectors.pages import PageObject, TokenRange, object_ranges
+from diptych.connectors.pages import PageObject, object_ranges
 from diptych.engine.request import KVObject
 from diptych.hashing import PAGE_TOKENS
 
@@ -188,16 +188,6 @@ class StoreScheduler(PageConnectorScheduler):
             return named
         first = num_computed_tokens // PAGE_TOKENS
         return [self._object(request, tokens) for tokens in object_ranges(stored_end)[first:]]
-
-    def _object(self, request: RequestView, tokens: TokenRange) -> KVObject:
-        """Named by the request's own tokens; its checksum is the store's to tell."""
-        return KVObject(
-            key=request.prefix_hash(tokens.end),
-            start_token=tokens.start,
-            end_token=tokens.end,
-            checksum=0,
-            num_bytes=(tokens.end - tokens.start) * self._token_bytes,
-        )
 
     def _save_order(
         self, request: RequestView, block_ids: list[int], num_computed_tokens: int

@@ -178,7 +178,7 @@ class Transfers:
         with self._wake:
             if self._come:
                 return 0.0
-            now, last_s = self._clock.monotonic(), self._times.last_s
+            now, last_s = self._clock.monotonic(), self._times.last_pace.expected_s(1)
             ends = [load.read_s + last_s for load in self._live_loads.values() if load.is_all_taken]
             holds = [end + last_s / 2 for end in ends if end <= limit_s]
             return max((hold for hold in holds if now < hold), default=0.0)

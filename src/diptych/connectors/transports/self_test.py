@@ -13,7 +13,6 @@ import time
 from dataclasses import dataclass
 
 import numpy as np
-import xxhash
 
 from diptych.connectors.transports.base import (
     Memory,
@@ -25,6 +24,7 @@ from diptych.connectors.transports.base import (
     Transport,
 )
 from diptych.connectors.transports.memory import HostMemory, fresh_memory
+from diptych.connectors.xxh3 import xxh3_64
 
 PROBE = "probe"
 LANDING = "landing"
@@ -51,7 +51,7 @@ class Probe:
         pattern = np.random.Generator(np.random.SFC64(list(seed))).bytes(size)
         probe = fresh_memory(device, size)
         probe.store(0, memoryview(pattern))
-        return cls(probe, fresh_memory(device, LANDING_BYTES), xxhash.xxh3_64_intdigest(pattern))
+        return cls(probe, fresh_memory(device, LANDING_BYTES), xxh3_64(pattern))
 
     def close(self) -> None:
         """Give the descriptors of host memory back."""
@@ -114,7 +114,7 @@ class SelfTest:
         self._landing.load(0, landed.data)
         if self._rounds[self._round]:
             landed = np.ascontiguousarray(landed.reshape(FRAGMENTS, -1)[::-1])
-        if xxhash.xxh3_64_intdigest(landed.data) != self._peer.endpoint.probe_checksum:
+        if xxh3_64(landed.data) != self._peer.endpoint.probe_checksum:
             self._fail(ReadFailure.PROTOCOL, "the bytes that came are not those that were sent")
         self._round += 1
         self._handle = None
